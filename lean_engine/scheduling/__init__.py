@@ -1,0 +1,1 @@
+"""Who runs in a step, and with how many tokens. Pure Python; imports neither numpy nor cupy."""

@@ -1,0 +1,317 @@
+"""Properties of the scheduler under random loads, on a device of a few lines.
+
+The device keeps one token per KV slot and "computes" the next token as a checksum of what it reads back through the
+block table: a block granted twice, a token skipped or computed twice in the wrong place, or a stop judged wrongly
+changes the output, which must be what the request gets alone.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lean_engine.errors import RequestError
+from lean_engine.memory.block_pool import BlockPool
+from lean_engine.scheduling.request import Request
+from lean_engine.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan
+
+VOCAB_SIZE = 23
+EOS = frozenset({1})
+STOP = frozenset({2, 3})
+
+
+def next_token(token_ids: list[int]) -> int:
+    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
+
+
+def output_alone(request: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """Output, finish_reason and stop_reason by the definition of a request, without blocks, chunks or a scheduler."""
+    tokens = request.prompt_token_ids
+    for num_output in range(1, request.max_tokens + 1):
+        tokens.append(next_token(tokens))
+        output = tokens[request.num_prompt_tokens :]
+        if num_output >= request.min_tokens and tokens[-1] in request.eos_token_ids:
+            return output, "stop", None
+        if num_output >= request.min_tokens and tokens[-1] in request.stop_token_ids:
+            return output, "stop", tokens[-1]
+        if len(tokens) == max_model_len:
+            break
+    return tokens[request.num_prompt_tokens :], "length", None
+
+
+class Device:
+    """KV slots that hold token ids."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = [-1] * (num_blocks * block_size)
+
+    def compute(self, chunk: ScheduledChunk, num_sampled: int) -> list[int]:
+        """Write the chunk's tokens, then continue what is read back by `num_sampled` tokens if the chunk samples."""
+        request, end = chunk.request, chunk.start + chunk.num_tokens
+        slots = [
+            request.block_table[position // self.block_size] * self.block_size + position % self.block_size
+            for position in range(end)
+        ]
+        for position in range(chunk.start, end):
+            self.slots[slots[position]] = request.token_ids[position]
+        if not chunk.samples:
+            return []
+        context = [self.slots[slot] for slot in slots]
+        for _ in range(num_sampled):
+            context.append(next_token(context))
+        return context[end:]
+
+
+class Simulation:
+    """A scheduler over a device; every step is checked against what any step promises."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 11,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        max_num_logit_rows: int = 8,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.device = Device(num_blocks, block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_logit_rows=max_num_logit_rows,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
+        self.max_num_seqs = max_num_seqs
+        self.requests: dict[str, Request] = {}  # unfinished, in the order added
+        self.delivered: dict[str, list[int]] = {}
+        self.logit_positions: dict[str, list[int]] = {}
+        self.num_tokens_at_preemption: dict[str, int] = {}
+        self.num_preemptions = 0
+        # The reserve reckons with one new token per request and step, and with chunks that only the token budget cuts.
+        self.is_reserve_exact = True
+        self.num_finished = 0
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.delivered[request.request_id] = []
+        self.logit_positions[request.request_id] = []
+        self.is_reserve_exact &= not request.needs_prompt_logits
+
+    def abort(self, request_id: str) -> None:
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        request = self.requests.pop(request_id)
+        assert request.is_finished
+        assert request.finish_reason == "abort"
+        assert request.block_table == []
+
+    def step(self, num_sampled: int = 1, between: Callable[[], None] = lambda: None) -> None:
+        self.is_reserve_exact &= num_sampled == 1
+        plan = self.scheduler.plan(now=1.0)
+        if plan is None:
+            assert not self.requests
+            return
+        self._check_plan(plan)
+        self.scheduler.check()
+        sampled = [self.device.compute(chunk, num_sampled) for chunk in plan.scheduled]
+        between()
+        live = [chunk for chunk in plan.scheduled if not chunk.request.is_finished]
+        updates = self.scheduler.apply(plan, sampled, now=2.0)
+        for chunk in live:
+            end = chunk.start + chunk.num_tokens
+            positions = range(end - chunk.num_logit_rows, min(end, chunk.request.num_prompt_tokens))
+            self.logit_positions[chunk.request.request_id].extend(positions)
+        for update in updates:
+            self.delivered[update.request.request_id].extend(update.new_token_ids)
+            assert update.finished == update.request.is_finished
+            if update.finished:
+                self._check_finished(update.request)
+        self.scheduler.check()
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        scheduler, chunks = self.scheduler, plan.scheduled
+        assert 0 < plan.num_tokens == sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
+        assert plan.num_logit_rows == sum(chunk.num_logit_rows for chunk in chunks) <= scheduler.max_num_logit_rows
+        assert len(chunks) == scheduler.num_running <= self.max_num_seqs
+        assert all(chunk.num_tokens > 0 for chunk in chunks)
+        assert all(chunk.start == chunk.request.num_computed_tokens for chunk in chunks)
+        running = [chunk.request.request_id for chunk in chunks]
+        assert running == list(self.requests)[: len(running)], "those added first run"
+        for request in plan.preempted:
+            assert request.request_id not in running, "preempted and admitted again in one step"
+            before = self.num_tokens_at_preemption.get(request.request_id, 0)
+            if self.is_reserve_exact:
+                assert request.num_tokens > before, "preempted again without a new token"
+            self.num_tokens_at_preemption[request.request_id] = request.num_tokens
+        self.num_preemptions += len(plan.preempted)
+
+    def _check_finished(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        output, finish_reason, stop_reason = output_alone(request, self.scheduler.max_model_len)
+        assert request.output_token_ids == output
+        assert self.delivered.pop(request.request_id) == output, "every token once"
+        assert (request.finish_reason, request.stop_reason) == (finish_reason, stop_reason)
+        positions = self.logit_positions.pop(request.request_id)
+        if request.needs_prompt_logits:
+            assert positions == list(range(request.num_prompt_tokens)), "every prompt position's logits once"
+        self.num_finished += 1
+
+    def check_idle(self) -> None:
+        assert not self.scheduler.has_work()
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert self.scheduler._requests == {}
+        assert self.pool.num_free == self.pool.num_usable
+
+
+def random_request(rng: random.Random, request_id: str, *, plain: bool = False) -> Request:
+    return Request(
+        request_id,
+        [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 16))],
+        max_tokens=rng.randint(0, 48),
+        min_tokens=rng.randint(0, 4),
+        eos_token_ids=EOS if rng.random() < 0.2 else frozenset(),
+        stop_token_ids=STOP if rng.random() < 0.2 else frozenset(),
+        needs_prompt_logits=not plain and rng.random() < 0.2,
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Hypothesis chooses the limits, the requests and the order of events."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        num_usable=st.integers(1, 24),
+        max_model_len=st.integers(2, 64),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.sampled_from([1, 2, 8, 64]),
+        max_num_logit_rows=st.sampled_from([1, 3, 16]),
+        enable_chunked_prefill=st.booleans(),
+    )
+    def start(self, num_usable: int, max_num_batched_tokens: int, enable_chunked_prefill: bool, **limits: int) -> None:
+        self.simulation = Simulation(
+            num_blocks=num_usable + 1,
+            max_num_batched_tokens=max_num_batched_tokens if enable_chunked_prefill else 64,
+            enable_chunked_prefill=enable_chunked_prefill,
+            **limits,
+        )
+        self.num_added = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30),
+        max_tokens=st.integers(0, 40),
+        min_tokens=st.integers(0, 4),
+        eos_token_ids=st.sampled_from([EOS, frozenset()]),
+        stop_token_ids=st.sampled_from([STOP, frozenset()]),
+        needs_prompt_logits=st.booleans(),
+    )
+    def add(self, prompt: list[int], **parameters: int) -> None:
+        scheduler, pool = self.simulation.scheduler, self.simulation.pool
+        request = Request(f"r{self.num_added}", prompt, **parameters)
+        self.num_added += 1
+        num_total = min(len(prompt) + request.max_tokens, scheduler.max_model_len)
+        fits = 0 < len(prompt) < scheduler.max_model_len and num_total <= pool.num_usable * scheduler.block_size
+        if request.needs_prompt_logits and not scheduler.enable_chunked_prefill:
+            fits &= len(prompt) <= scheduler.max_num_logit_rows
+        if fits:
+            self.simulation.add(request)
+        else:
+            with pytest.raises(RequestError):
+                self.simulation.add(request)
+
+    @rule(num_sampled=st.sampled_from([1, 1, 1, 4]))
+    def step(self, num_sampled: int) -> None:
+        self.simulation.step(num_sampled)
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data(), is_in_flight=st.booleans())
+    def abort(self, data: st.DataObject, is_in_flight: bool) -> None:
+        request_id = data.draw(st.sampled_from(list(self.simulation.requests)))
+        if is_in_flight:
+            self.simulation.step(between=lambda: self.simulation.abort(request_id))
+        else:
+            self.simulation.abort(request_id)
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        self.simulation.scheduler.check()
+        pool = self.simulation.pool
+        assert pool.num_free + pool.num_held == pool.num_usable
+        assert self.simulation.scheduler.has_work() == bool(self.simulation.requests)
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            while self.simulation.requests:
+                self.simulation.step()
+            self.simulation.check_idle()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, database=None)
+
+
+def run_mix(rng: random.Random, num_requests: int, num_waiting: int, *, plain: bool, **limits: int) -> Simulation:
+    """Keep up to `num_waiting` unfinished requests in the scheduler until `num_requests` have been through it."""
+    simulation = Simulation(**limits)
+    num_added = 0
+    while num_added < num_requests or simulation.requests:
+        while num_added < num_requests and len(simulation.requests) < num_waiting:
+            request = random_request(rng, f"r{num_added}", plain=plain)
+            simulation.add(request)
+            num_added += 1
+        if not plain and rng.random() < 0.1:
+            victim = rng.choice(list(simulation.requests))
+            if rng.random() < 0.5:
+                simulation.abort(victim)
+            else:
+                simulation.step(between=lambda victim=victim: simulation.abort(victim))
+        simulation.step()
+    simulation.check_idle()
+    return simulation
+
+
+def test_a_thousand_requests_leave_nothing_behind() -> None:
+    simulation = run_mix(random.Random(0), 1000, 24, plain=False, num_blocks=30, max_num_batched_tokens=32)
+    assert simulation.num_finished > 600, "the others were aborted"
+    assert simulation.num_preemptions > 20
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8])
+@pytest.mark.parametrize("max_num_batched_tokens", [4, 8, 64])
+def test_no_request_is_preempted_again_without_a_new_token(block_size: int, max_num_batched_tokens: int) -> None:
+    simulation = run_mix(
+        random.Random(block_size),
+        100,
+        10,
+        plain=True,
+        block_size=block_size,
+        num_blocks=1 + 96 // block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    assert simulation.num_finished == 100
+    assert simulation.num_preemptions > 0
+    assert simulation.is_reserve_exact
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_output_depends_on_no_limit(seed: int) -> None:
+    """Every run is compared, inside the simulation, with what each request gets alone."""
+    for block_size in (4, 16):
+        for max_num_batched_tokens in (8, 64):
+            for num_blocks in (1 + 64 // block_size, 1000):
+                limits = {"block_size": block_size, "num_blocks": num_blocks}
+                limits["max_num_batched_tokens"] = max_num_batched_tokens
+                assert run_mix(random.Random(seed), 20, 20, plain=True, **limits).num_finished == 20
