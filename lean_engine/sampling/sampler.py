@@ -1,0 +1,319 @@
+"""The host's sampler: raw logits in, one token id per row out.
+
+Order, that of vLLM V1; each step sees what the ones before left:
+
+    raw log-probabilities (where asked for) · allowed_token_ids · bad_words · min_tokens · logit_bias ·
+    repetition, frequency, presence penalties · greedy: the greatest logit, the lowest id of equal ones
+    otherwise: temperature · min_p · top_k · top_p · Gumbel noise (philox.py), the greatest sum
+
+A row's token depends on its logits, its request's state and its position, on nothing else in the batch. A row without
+a distribution (NaN, infinite, all excluded) gets an error instead of a token; the other rows go on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lean_engine.errors import LaunchError
+from lean_engine.sampling.logprobs import FloatArray, TokenLogprobs, logits_error, row_logprobs
+from lean_engine.sampling.params import SamplingParams
+from lean_engine.sampling.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel, gumbel_rows
+
+IdArray = npt.NDArray[np.intp]
+
+NO_TOKEN = -1  # the token id of a row with an error
+NOTHING_LEFT = "no token can be chosen: allowed_token_ids, bad_words, min_tokens and the penalties leave none"
+
+_LOWEST = -float(np.finfo(np.float32).max)  # the least finite logit
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+# A scaled logit this far below the best loses whatever the noise; the slack covers rounding.
+_HOPELESS = MAX_GUMBEL - MIN_GUMBEL + 0.5
+_TOP_P_FIRST_LOOK = 1024  # tokens sorted before the whole row is
+
+
+def resolve_seed(seed: int | None, answer_index: int = 0) -> int:
+    """The 64-bit Philox key of one answer: seed + index modulo 2^64, or fresh entropy where no seed was given."""
+    if seed is None:
+        return int.from_bytes(os.urandom(8), "little")
+    return (seed + answer_index) % 2**64
+
+
+class SamplingState:
+    """What sampling knows of one answer: made once, told of each accepted token, untouched by preemption.
+
+    Attributes:
+        seed: the Philox key.
+        num_output: tokens accepted so far.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        eos_token_ids: Iterable[int] = (),
+        bad_words_token_ids: Sequence[tuple[int, ...]] = (),
+        answer_index: int = 0,
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            params: checked with `validate_for_model`.
+            prompt_token_ids: seen by the repetition penalty; like all ids here, inside the vocabulary.
+            eos_token_ids: excluded, with the stop token ids, until min_tokens are out.
+            bad_words_token_ids: the token sequences of `params.bad_words`, none empty; the last token of one is
+                excluded when the output ends with the others.
+            answer_index: which of the request's n answers this is.
+        """
+        self.params = params
+        self.seed = resolve_seed(params.seed, answer_index)
+        self.num_output = 0
+        self._allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
+        self._bad_words = tuple(bad_words_token_ids)
+        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
+        self._ending_ids = _ids({*eos_token_ids, *params.stop_token_ids})
+        self._bias_ids = _ids(params.logit_bias)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._seen = _SeenTokens(prompt_token_ids) if penalties != (1.0, 0.0, 0.0) else None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `apply` has anything to do for the next token."""
+        return (
+            self._allowed_ids is not None
+            or bool(self._bad_words)
+            or self.num_output < self.params.min_tokens
+            or len(self._bias_ids) > 0
+            or self._seen is not None
+        )
+
+    def accept(self, token_id: int) -> None:
+        """Note a token that became part of the output. Call it once per token, in order."""
+        self.num_output += 1
+        self._recent.append(token_id)
+        if self._seen is not None:
+            self._seen.add(token_id)
+
+    def apply(self, row: FloatArray) -> None:
+        """Masks, bias and penalties for the next token, in place on its logits [V]."""
+        if self._allowed_ids is not None:
+            kept = row[self._allowed_ids]
+            row.fill(-np.inf)
+            row[self._allowed_ids] = kept
+        recent = tuple(self._recent)
+        for word in self._bad_words:
+            start = max(len(recent) - (len(word) - 1), 0)
+            if recent[start:] == word[:-1]:
+                row[word[-1]] = -np.inf
+        if self.num_output < self.params.min_tokens:
+            row[self._ending_ids] = -np.inf
+        row[self._bias_ids] += self._bias
+        if self._seen is not None:
+            self._seen.penalise(row, self.params)
+
+
+class _SeenTokens:
+    """The distinct tokens of prompt and output, and how often each was generated; in arrays that grow by doubling."""
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        ids = np.unique(_ids(prompt_token_ids))
+        self._slots = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
+        self._ids = np.concatenate((ids, np.zeros(64, dtype=np.intp)))
+        self._num_generated = np.zeros(len(self._ids), dtype=np.float32)
+
+    def add(self, token_id: int) -> None:
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._num_generated = np.concatenate((self._num_generated, np.zeros_like(self._num_generated)))
+        self._ids[slot] = token_id
+        self._num_generated[slot] += 1
+
+    def penalise(self, row: FloatArray, params: SamplingParams) -> None:
+        """Repetition for every token seen, then frequency and presence for those generated; in place on [V]."""
+        ids = self._ids[: len(self._slots)]
+        num_generated = self._num_generated[: len(self._slots)]
+        logits = row[ids].astype(np.float64)  # no penalty overflows it: 0 stays 0, -inf stays -inf
+        if params.repetition_penalty != 1.0:
+            # Towards minus infinity on either side of 0 (Keskar et al., "CTRL", 2019).
+            penalty = params.repetition_penalty
+            logits = np.where(logits > 0, logits / penalty, logits * penalty)
+        logits -= params.frequency_penalty * num_generated
+        logits -= params.presence_penalty * (num_generated > 0)
+        row[ids] = logits
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """One entry per row of the logits."""
+
+    token_ids: list[int]  # NO_TOKEN where there is an error
+    logprobs: list[TokenLogprobs | None]  # None where the request asks for none, or there is an error
+    errors: list[str | None]  # for the request's user; None where all is well
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    """A row that waits for its noise."""
+
+    row: int
+    seed: int
+    position: int
+    ids: IdArray  # [C], ascending
+    scaled: FloatArray  # [C]
+
+
+class Sampler:
+    """Chooses tokens for one vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @np.errstate(over="ignore")  # what a penalty or a difference pushes beyond float32 becomes infinite, and is checked
+    def sample(self, logits: FloatArray, states: Sequence[SamplingState], positions: Sequence[int]) -> SampleResult:
+        """Choose one token per row.
+
+        Args:
+            logits: raw logits [R, V] float32; rows may be changed in place.
+            states: R answers; `accept` is left to the caller.
+            positions: R indices, each that of the token to be drawn in its whole sequence (prompt and output).
+
+        Raises:
+            LaunchError: shape, dtype or counts do not fit (a bug of the caller).
+        """
+        self._check(logits, states, positions)
+        # One pass serves greedy rows and finds damage: argmax stops at the first NaN.
+        best = logits.argmax(axis=1)
+        errors = [logits_error(peak) for peak in logits[np.arange(len(states)), best].tolist()]
+        token_ids = best.tolist()
+        raw_rows: dict[int, FloatArray] = {}
+        draws: list[_Draw] = []
+        for row, state in enumerate(states):
+            if errors[row] is not None:
+                continue
+            if state.params.logprobs is not None:
+                raw_rows[row] = logits[row].copy() if state.changes_logits else logits[row]
+            if state.changes_logits:
+                state.apply(logits[row])
+                token_ids[row] = int(logits[row].argmax())
+                if not math.isfinite(logits[row, token_ids[row]]):
+                    errors[row] = NOTHING_LEFT
+                    continue
+            if not state.params.is_greedy:
+                draws.append(_Draw(row, state.seed, positions[row], *candidates(logits[row], state.params)))
+        for row, token_id in _choose(draws, self.vocab_size):
+            token_ids[row] = token_id
+        return _result(token_ids, errors, raw_rows, states)
+
+    def _check(self, logits: FloatArray, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
+        expected = (len(states), self.vocab_size)
+        if logits.shape != expected or logits.dtype != np.float32:
+            raise LaunchError(f"logits must be float32 {expected}, found {logits.dtype} {logits.shape}")
+        if len(positions) != len(states):
+            raise LaunchError(f"positions must be one per row ({len(states)}), found {len(positions)}")
+
+
+def candidates(row: FloatArray, params: SamplingParams) -> tuple[IdArray, FloatArray]:
+    """What temperature, min_p, top_k and top_p leave of one row.
+
+    Tokens whose noise could never make them win are left out too, which changes no outcome.
+
+    Args:
+        row: processed logits [V], their maximum finite; not changed.
+        params: of a request that is not greedy.
+
+    Returns:
+        Token ids [C], ascending, and their logits [C] divided by the temperature, the greatest of them 0.
+    """
+    peak = float(row.max())
+    temperature = min(params.temperature, _MAX_TEMPERATURE)
+    lowest = _LOWEST
+    if params.min_p > 0.0:
+        lowest = max(lowest, peak + temperature * math.log(params.min_p))
+    if 0 < params.top_k < len(row):
+        lowest = max(lowest, float(_kth_greatest(row, params.top_k)))
+    if params.top_p < 1.0:
+        ids = np.flatnonzero(row >= lowest)
+        ids = ids[_nucleus(_scale(row[ids], peak, temperature), params.top_p)]
+    else:
+        ids = np.flatnonzero(row >= max(lowest, peak - _HOPELESS * temperature))
+    return ids, _scale(row[ids], peak, temperature)
+
+
+def _nucleus(scaled: FloatArray, top_p: float) -> npt.NDArray[np.intp]:
+    """Places of the smallest set of `scaled` [C] whose share of the mass is at least top_p; of equal ones the first.
+
+    The greatest are sorted first; the whole only where they do not hold the mass.
+    """
+    wanted = top_p * float(np.exp(scaled).sum(dtype=np.float64))
+    for size in (_TOP_P_FIRST_LOOK, len(scaled)):
+        greatest = scaled if size >= len(scaled) else np.partition(scaled, len(scaled) - size)[len(scaled) - size :]
+        descending = np.sort(greatest)[::-1]
+        mass = np.exp(descending).cumsum(dtype=np.float64)
+        if mass[-1] >= wanted:
+            break
+    num_kept = min(int(np.searchsorted(mass, wanted)) + 1, len(descending))
+    smallest = descending[num_kept - 1]
+    places = np.flatnonzero(scaled >= smallest)
+    num_excess = len(places) - num_kept
+    if num_excess == 0:
+        return places
+    equal = np.flatnonzero(scaled[places] == smallest)
+    return np.delete(places, equal[len(equal) - num_excess :])
+
+
+def _kth_greatest(row: FloatArray, k: int) -> np.float32:
+    value: np.float32 = np.partition(row, len(row) - k)[len(row) - k]
+    return value
+
+
+def _scale(logits: FloatArray, peak: float, temperature: float) -> FloatArray:
+    """Logits over temperature, shifted so that the greatest of the row is 0; what overflows is -inf."""
+    return (logits - np.float32(peak)) / np.float32(temperature)
+
+
+def _choose(draws: Sequence[_Draw], vocab_size: int) -> Iterator[tuple[int, int]]:
+    """(row, token id) of each: the greatest sum of scaled logit and noise, the lowest id of equal ones.
+
+    Where many tokens compete their noise is cheapest as a whole row; that of all the other rows is drawn at once.
+    """
+    few = [draw for draw in draws if len(draw.ids) * 4 <= vocab_size]
+    many = [draw for draw in draws if len(draw.ids) * 4 > vocab_size]
+    for draw in many:
+        noise = gumbel_rows([draw.seed], [draw.position], vocab_size)[0]
+        yield draw.row, int(draw.ids[np.argmax(draw.scaled + noise[draw.ids])])
+    if not few:
+        return
+    counts = [len(draw.ids) for draw in few]
+    seeds = np.repeat(np.array([draw.seed for draw in few], dtype=np.uint64), counts)
+    positions = np.repeat(np.array([draw.position for draw in few], dtype=np.uint64), counts)
+    noise = gumbel(seeds, positions, np.concatenate([draw.ids for draw in few]))
+    for draw, own_noise in zip(few, np.split(noise, np.cumsum(counts)[:-1]), strict=True):
+        yield draw.row, int(draw.ids[np.argmax(draw.scaled + own_noise)])
+
+
+def _ids(token_ids: Iterable[int]) -> IdArray:
+    return np.fromiter(token_ids, dtype=np.intp)
+
+
+def _result(
+    token_ids: list[int],
+    errors: list[str | None],
+    raw_rows: dict[int, FloatArray],
+    states: Sequence[SamplingState],
+) -> SampleResult:
+    logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+    for row, error in enumerate(errors):
+        if error is not None:
+            token_ids[row] = NO_TOKEN
+        elif row in raw_rows:
+            logprobs[row] = row_logprobs(raw_rows[row], token_ids[row], states[row].params.logprobs or 0)
+    return SampleResult(token_ids, logprobs, errors)
