@@ -1,0 +1,60 @@
+"""Families: config.json → ModelConfig → the plain graph.
+
+To add one: write models/<family>.py with `configure` and `build` (compose blocks.py), and name it in FAMILIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from lean_engine.config import ModelConfig
+from lean_engine.errors import ConfigError
+from lean_engine.ir.graph import Graph
+from lean_engine.ir.verify import verify
+from lean_engine.models import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+
+# model_type of config.json → (the architecture that goes with it, the family's file)
+FAMILIES: dict[str, tuple[str, ModuleType]] = {
+    "llama": ("LlamaForCausalLM", llama),
+    "mistral": ("MistralForCausalLM", mistral),
+    "mixtral": ("MixtralForCausalLM", mixtral),
+    "qwen2": ("Qwen2ForCausalLM", qwen2),
+    "qwen3": ("Qwen3ForCausalLM", qwen3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+    "phi3": ("Phi3ForCausalLM", phi3),
+    "gemma2": ("Gemma2ForCausalLM", gemma2),
+    "gemma3_text": ("Gemma3ForCausalLM", gemma3),
+}
+
+
+def configure(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read a config.json. ConfigError: an unknown architecture or value, a missing or contradictory field."""
+    model_type = find_model_type(raw)
+    if not isinstance(raw.get("num_hidden_layers"), int):
+        raise ConfigError(f"config.json: num_hidden_layers is {raw.get('num_hidden_layers')!r}, must be an integer")
+    config: ModelConfig = FAMILIES[model_type][1].configure({**raw, "model_type": model_type})
+    return config
+
+
+def find_model_type(raw: Mapping[str, Any]) -> str:
+    """The family's key, from architectures where given and else from model_type."""
+    names = raw.get("architectures") or []
+    by_architecture = {architecture: key for key, (architecture, _) in FAMILIES.items()}
+    for name in names:
+        if name in by_architecture:
+            return by_architecture[name]
+    model_type = raw.get("model_type")
+    if not names and model_type in FAMILIES:
+        return str(model_type)
+    found = names[0] if names else model_type
+    if found is None:
+        raise ConfigError("config.json names neither architectures nor a model_type")
+    raise ConfigError(f"architecture {found!r} is not supported; supported: {', '.join(by_architecture)}")
+
+
+def build(config: ModelConfig, dtype: str, max_positions: int) -> Graph:
+    """The model's plain graph, verified. dtype: of weights, activations and KV cache."""
+    graph: Graph = FAMILIES[config.model_type][1].build(config, dtype, max_positions)
+    return verify(graph, f"models/{config.model_type}")
