@@ -1,0 +1,1 @@
+"""Lowered programs meet a device: kernels are checked, buffers bound, weights packed, steps run."""

@@ -1,0 +1,126 @@
+"""CpuDevice: NumPy's kernels, the BLAS's threads and a Team; every array is float32 or int32 host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lean_engine.dtypes import numpy_dtype
+from lean_engine.errors import OutOfMemory
+from lean_engine.ir.graph import Dims
+from lean_engine.memory.budget import available_memory_bytes
+from lean_engine.passes import Launch
+from lean_engine.passes.plan_memory import align
+from lean_engine.runtime.cpu import attention, gemm, moe, rope_cache, rows
+from lean_engine.runtime.cpu.scope import Call, Scope, in_turn
+from lean_engine.runtime.cpu.team import Team
+from lean_engine.runtime.device import Array, LaunchArgs, Replay
+
+Shape = tuple[int, ...]
+Capture = Callable[[Scope, LaunchArgs, Sequence[Array]], list[Call]]
+Scratch = Callable[[Sequence[Shape], Mapping[str, Any], int], list[Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKernel:
+    """capture: arrays → a launch's calls. scratch: input shapes → shapes of float32 arrays that capture is given."""
+
+    capture: Capture
+    scratch: Scratch
+
+
+def kernel(capture: Capture, scratch: Callable[[Sequence[Shape]], list[Shape]] = lambda shapes: []) -> CpuKernel:
+    return CpuKernel(capture, lambda shapes, scalars, num_threads: scratch(shapes))
+
+
+KERNELS: dict[str, CpuKernel] = {
+    "embedding": kernel(rows.embedding),
+    "rms_norm": kernel(rows.rms_norm, rows.rms_norm_scratch),
+    "add_rms_norm": kernel(rows.add_rms_norm, rows.add_rms_norm_scratch),
+    "gemm": kernel(gemm.gemm),
+    "slice_columns": kernel(rows.slice_columns),
+    "rope": kernel(rope_cache.rope, rope_cache.rope_scratch),
+    "write_kv": kernel(rope_cache.write_kv),
+    "qk_norm_rope_write_kv": kernel(rope_cache.qk_norm_rope_write_kv, rope_cache.qk_norm_rope_write_kv_scratch),
+    "paged_attention": CpuKernel(attention.paged_attention, attention.paged_attention_scratch),
+    "silu": kernel(rows.silu, rows.activation_scratch),
+    "gelu_tanh": kernel(rows.gelu_tanh, rows.activation_scratch),
+    "act_and_mul": kernel(rows.act_and_mul),
+    "mul": kernel(rows.mul),
+    "add": kernel(rows.add),
+    "softcap": kernel(rows.softcap),
+    "gather_rows": kernel(rows.gather_rows),
+    "moe_route": kernel(moe.moe_route, moe.moe_route_scratch),
+    "moe_experts": kernel(moe.moe_experts, moe.moe_experts_scratch),
+}
+
+
+def usable_cpus() -> int:
+    """CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CpuDevice:
+    """See runtime.device.Device.
+
+    Args:
+        threads: of the Team and of the BLAS; None = the CPUs this process may use.
+    """
+
+    name = "cpu"
+    compute_dtype = "float32"
+
+    def __init__(self, threads: int | None = None) -> None:
+        from threadpoolctl import ThreadpoolController
+
+        self.num_threads = threads or usable_cpus()
+        self.team = Team(self.num_threads)
+        self._blas_limit = ThreadpoolController().limit(limits=self.num_threads, user_api="blas")
+        self._constants: dict[Hashable, Any] = {}
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> Array:
+        """Zeroed memory; pages are taken when they are first written. OutOfMemory names the bytes."""
+        try:
+            return np.zeros(tuple(shape), numpy_dtype(dtype))
+        except MemoryError:
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+            free = self.memory_bytes()
+            raise OutOfMemory(f"cannot allocate {num_bytes:,} bytes; {free:,} bytes of memory are free") from None
+
+    def memory_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def workspace_bytes(self, launch: Launch, dims: Dims) -> int:
+        shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
+        scratch = KERNELS[launch.kernel].scratch(shapes, launch.scalars, self.num_threads)
+        return sum(align(4 * int(np.prod(shape))) for shape in scratch)
+
+    def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
+        scope = Scope(self.team, self._constants)
+        calls = [call for args in launches for call in self._capture_one(scope, args)]
+        run = in_turn(*scope.prologue, *calls)
+
+        def replay() -> None:
+            # exp of a large negative gate overflows to inf on the way to 0; NaN is looked for where rows are sampled.
+            with np.errstate(all="ignore"):
+                run()
+
+        return replay
+
+    def _capture_one(self, scope: Scope, args: LaunchArgs) -> list[Call]:
+        entry = KERNELS[args.kernel]
+        shapes = entry.scratch([a.shape for a in args.inputs], args.scalars, self.num_threads)
+        scratch, start = [], 0
+        for shape in shapes:
+            size = 4 * int(np.prod(shape))
+            scratch.append(args.workspace[start : start + size].view(np.float32).reshape(shape))
+            start += align(size)
+        return entry.capture(scope, args, scratch)
+
+    def close(self) -> None:
+        self.team.close()
+        self._blas_limit.restore_original_limits()

@@ -1,0 +1,88 @@
+"""Checkpoint tensors → the device's parameters.
+
+Every parameter gets one buffer of the device; its recipe (ir/sources) is written into it part by part, converted on the
+way, and the checkpoint's pages are released behind: the weights are never twice in memory. All shapes are compared with
+the checkpoint before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lean_engine.ir.graph import Parameter
+from lean_engine.ir.sources import Concat, Rows, Source, Stack, Tensor
+from lean_engine.runtime.device import Array, Device
+from lean_engine.runtime.rope import rope_table
+
+
+class TensorStore(Protocol):
+    """What is needed of a checkpoint."""
+
+    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None: ...
+
+    def tensor(self, name: str) -> NDArray[Any]: ...
+
+    def release(self, name: str) -> None: ...
+
+
+def load_weights(
+    parameters: Sequence[Parameter],
+    store: TensorStore,
+    device: Device,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[str, Array]:
+    """Parameter name → its buffer.
+
+    Args:
+        on_progress: called with the bytes of each buffer when it is filled.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape than the configuration implies.
+    """
+    store.expect({t.name: t.shape for p in parameters for t in p.source.tensors()})
+    buffers: dict[str, Array] = {}
+    for parameter in parameters:
+        value = parameter.value
+        buffer = device.allocate(parameter.source.shape, value.type.dtype)
+        write_source(parameter.source, buffer, store)
+        buffers[value.name] = buffer
+        on_progress(buffer.nbytes)
+    return buffers
+
+
+def write_source(source: Source, out: Array, store: TensorStore) -> None:
+    """Realise a recipe into out, which has its shape."""
+    if isinstance(source, Concat):
+        start = 0
+        for part in source.parts:
+            stop = start + part.shape[0]
+            write_source(part, out[start:stop], store)
+            start = stop
+    elif isinstance(source, Stack):
+        for part, place in zip(source.parts, out, strict=True):
+            write_source(part, place, store)
+    elif isinstance(source, Rows):
+        write_tensor(source.tensor.name, store, out, slice(source.start, source.stop))
+    elif isinstance(source, Tensor):
+        write_tensor(source.name, store, out, slice(None))
+    else:
+        out[...] = rope_table(source.rope, source.max_positions)
+
+
+def write_tensor(name: str, store: TensorStore, out: Array, rows: slice) -> None:
+    copy_converted(store.tensor(name)[rows], out)
+    store.release(name)
+
+
+def copy_converted(source: Array, out: Array) -> None:
+    """out[...] = source; bfloat16 → float32 by shifting bits, four times as fast as a cast by element."""
+    if source.dtype.name == "bfloat16" and out.dtype == np.float32:
+        bits = out.view(np.uint32)
+        bits[...] = source.view(np.uint16)
+        bits <<= np.uint32(16)
+    else:
+        out[...] = source
