@@ -1,0 +1,84 @@
+"""StepPlan → the int32 arrays a program reads.
+
+Tokens stand in the order of the plan, request after request; row b of block_tables belongs to the b-th chunk. A block
+table's row is rewritten only where it changed since the last step. Entries past a request's last block are stale and
+never read: attention stops at seq_lens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lean_engine.runtime.device import Array
+from lean_engine.scheduling.scheduler import ScheduledChunk, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    num_tokens: int  # T
+    num_requests: int  # B
+    num_rows: int  # R: rows whose logits are computed
+
+
+class Batch:
+    """Fills a program's input arrays.
+
+    Args:
+        inputs: name → int32 array of the largest size; see Program.inputs.
+    """
+
+    def __init__(self, inputs: Mapping[str, Array], block_size: int) -> None:
+        self.block_size = block_size
+        self.input_ids = inputs["input_ids"]  # [T]
+        self.positions = inputs["positions"]  # [T]
+        self.slot_mapping = inputs["slot_mapping"]  # [T] block · S + offset
+        self.block_tables = inputs["block_tables"]  # [B, M]
+        self.cu_seqlens_q = inputs["cu_seqlens_q"]  # [B + 1]
+        self.seq_lens = inputs["seq_lens"]  # [B]
+        self.sample_rows = inputs["sample_rows"]  # [R] into the T tokens
+        self._written: list[tuple[list[int], int]] = [([], 0)] * len(self.block_tables)  # (table, blocks) of each row
+
+    def fill(self, plan: StepPlan) -> StepSize:
+        """Write one step."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        starts, lengths = [0], []
+        for b, chunk in enumerate(plan.scheduled):
+            self._write_block_table(b, chunk.request.block_table)
+            end = chunk.start + chunk.num_tokens
+            token_ids += chunk.request.token_ids[chunk.start : end]
+            positions += range(chunk.start, end)
+            slots += self._slots(chunk)
+            rows += range(len(token_ids) - chunk.num_logit_rows, len(token_ids))
+            starts.append(len(token_ids))
+            lengths.append(end)
+        size = StepSize(len(token_ids), len(lengths), len(rows))
+        self.input_ids[: size.num_tokens] = token_ids
+        self.positions[: size.num_tokens] = positions
+        self.slot_mapping[: size.num_tokens] = slots
+        self.sample_rows[: size.num_rows] = rows
+        self.cu_seqlens_q[: size.num_requests + 1] = starts
+        self.seq_lens[: size.num_requests] = lengths
+        return size
+
+    def _slots(self, chunk: ScheduledChunk) -> list[int]:
+        table, block_size = chunk.request.block_table, self.block_size
+        if chunk.num_tokens == 1:
+            return [table[chunk.start // block_size] * block_size + chunk.start % block_size]
+        places = np.arange(chunk.start, chunk.start + chunk.num_tokens)
+        blocks = np.array(table)[places // block_size]
+        slots: list[int] = (blocks * block_size + places % block_size).tolist()
+        return slots
+
+    def _write_block_table(self, b: int, table: list[int]) -> None:
+        """A request's table is one list that only grows while it runs, so identity and length tell what is new."""
+        written, num_written = self._written[b]
+        start = num_written if written is table else 0
+        if start < len(table):
+            self.block_tables[b, start : len(table)] = table[start:]
+            self._written[b] = (table, len(table))

@@ -1,0 +1,289 @@
+"""Engine: the step, and the requests' way in and out.
+
+One thread drives it: `add`, `abort` and `step` are never called at the same time. A request that is wrong is refused by
+`add`; one whose logits are damaged ends with finish_reason "error". Neither touches the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from lean_engine.config import ModelConfig
+from lean_engine.engine.outputs import Answer, Group
+from lean_engine.engine.runner import Runner
+from lean_engine.errors import RequestError
+from lean_engine.runtime.device import Array
+from lean_engine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from lean_engine.sampling.params import SamplingParams
+from lean_engine.sampling.sampler import Sampler, SampleResult, SamplingState
+from lean_engine.scheduling.request import Request
+from lean_engine.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan, StepUpdate
+from lean_engine.text.detokenizer import IncrementalDetokenizer
+from lean_engine.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Args:
+        tokenizer: None serves token ids only (random weights without a tokenizer).
+        eos_token_ids: every id that ends an answer unless the request ignores them.
+        max_logprobs: cap of logprobs and prompt_logprobs; -1 = none.
+        seed: of requests that bring none; None = fresh entropy for each.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        eos_token_ids: frozenset[int],
+        max_logprobs: int,
+        seed: int | None = None,
+    ) -> None:
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.runner = runner
+        self.eos_token_ids = eos_token_ids
+        self.max_logprobs = max_logprobs
+        self.seed = seed
+        self.sampler = Sampler(model_config.vocab_size)
+        self.num_steps = 0
+        self._groups: dict[str, Group] = {}  # unfinished
+        self._group_of: dict[str, Group] = {}  # by the scheduler's request ids
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler.max_model_len
+
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    # -- a request's way in
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+    ) -> Group:
+        """Queue a request; its answers grow with every step.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt: the text behind the ids, returned with the output.
+
+        Raises:
+            RequestError: it can never be served here; nothing has changed then.
+        """
+        self._check(request_id, prompt_token_ids, params)
+        now = time.monotonic()
+        group = Group(request_id, prompt, list(prompt_token_ids), params, [], now)
+        try:
+            for index in range(params.n):
+                self._add_answer(group, index)
+        except RequestError:
+            self._drop(group)
+            raise
+        self._groups[request_id] = group
+        return group
+
+    def _check(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is already in use", param="request_id")
+        vocab_size = self.model_config.vocab_size
+        for token_id in prompt_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"prompt token id {token_id} is outside the vocabulary of {vocab_size} tokens", param="prompt"
+                )
+        params.validate_for_model(vocab_size, self.max_logprobs)
+        num_prompt = len(prompt_token_ids)
+        is_too_long = num_prompt < self.max_model_len < num_prompt + (params.max_tokens or 0)
+        if is_too_long:
+            raise RequestError(
+                f"max_tokens is {params.max_tokens} and the prompt has {num_prompt} tokens, together more than the "
+                f"context of {self.max_model_len}; at most {self.max_model_len - num_prompt} can be generated",
+                param="max_tokens",
+            )
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError("stop and bad_words need a tokenizer, which this model has not", param="stop")
+
+    def _add_answer(self, group: Group, index: int) -> None:
+        params, prompt = group.params, group.prompt_token_ids
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        answer = Answer(index, params, self._sampling_state(group, index), self._detokenizer(group))
+        room = max(1, self.max_model_len - len(prompt))
+        request = Request(
+            group.request_id if params.n == 1 else f"{group.request_id}#{index}",
+            prompt,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            min_tokens=params.min_tokens,
+            eos_token_ids=eos,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            arrival_time=group.arrival_time,
+            needs_prompt_logits=params.prompt_logprobs is not None and index == 0,
+            payload=answer,
+        )
+        self.scheduler.add(request)
+        answer.request = request
+        group.answers.append(answer)
+        self._group_of[request.request_id] = group
+
+    def _sampling_state(self, group: Group, index: int) -> SamplingState:
+        params = group.params
+        state = SamplingState(
+            params,
+            group.prompt_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            bad_words_token_ids=self._bad_words(params),
+            answer_index=index,
+        )
+        if params.seed is None and self.seed is not None:
+            state.seed = (self.seed + index) % 2**64
+        return state
+
+    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Each word as it stands at the start of a text and after a space."""
+        if self.tokenizer is None or not params.bad_words:
+            return []
+        forms = [form for word in params.bad_words for form in (word, f" {word}")]
+        encoded = [tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms]
+        return [ids for ids in dict.fromkeys(encoded) if ids]
+
+    def _detokenizer(self, group: Group) -> IncrementalDetokenizer | None:
+        params = group.params
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            group.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    # -- a step
+
+    def step(self) -> list[Group]:
+        """Run one step; return the requests that got something new: text, tokens or their end."""
+        plan = self.scheduler.plan(time.monotonic())
+        if plan is None:
+            return []
+        logits = self.runner.run(plan)
+        sampled = self._sample(plan, logits)
+        updates = self.scheduler.apply(plan, [s.token_ids for s in sampled], time.monotonic())
+        self.num_steps += 1
+        return self._emit(updates, {id(s.chunk.request): s for s in sampled})
+
+    def _sample(self, plan: StepPlan, logits: Array) -> list[_Sampled]:
+        """One entry per chunk of the plan. A request whose logits are damaged is ended here."""
+        results, rows, row = [], [], 0
+        for chunk in plan.scheduled:
+            result = _Sampled(chunk)
+            results.append(result)
+            end = row + chunk.num_logit_rows
+            if chunk.request.needs_prompt_logits:
+                self._take_prompt_logprobs(chunk, logits[row:end])
+            if chunk.samples and not chunk.request.is_finished:
+                rows.append((result, end - 1))
+            row = end
+        if rows:
+            # The usual step samples every row, in order: no copy.
+            chosen = logits if len(rows) == len(logits) else logits[[r for _, r in rows]]
+            answers = [result.chunk.request.payload for result, _ in rows]
+            positions = [result.chunk.request.num_tokens for result, _ in rows]
+            self._distribute(self.sampler.sample(chosen, [a.state for a in answers], positions), rows)
+        return results
+
+    def _distribute(self, sample: SampleResult, rows: list[tuple[_Sampled, int]]) -> None:
+        for i, (result, _) in enumerate(rows):
+            error = sample.errors[i]
+            if error is not None:
+                self._fail(result.chunk.request, error)
+                continue
+            result.token_ids = [sample.token_ids[i]]
+            entry = sample.logprobs[i]
+            result.logprobs = [] if entry is None else [entry]
+            result.chunk.request.payload.state.accept(sample.token_ids[i])
+
+    def _take_prompt_logprobs(self, chunk: ScheduledChunk, logits: Array) -> None:
+        """Rows of prompt positions predict the prompt's next tokens; the row of the last one is sampled."""
+        request = chunk.request
+        first = chunk.start + chunk.num_tokens - chunk.num_logit_rows
+        targets = request.token_ids[first + 1 : min(first + 1 + len(logits), request.num_prompt_tokens)]
+        if not targets:
+            return
+        group = self._group_of[request.request_id]
+        try:
+            group.prompt_logprobs += prompt_logprobs(logits[: len(targets)], targets, group.params.prompt_logprobs or 0)
+        except RequestError as error:
+            self._fail(request, str(error))
+
+    def _fail(self, request: Request, message: str) -> None:
+        request.payload.error = message
+        self.scheduler.finish(request.request_id, "error", now=time.monotonic())
+
+    def _emit(self, updates: list[StepUpdate], sampled: dict[int, _Sampled]) -> list[Group]:
+        changed: dict[str, Group] = {}
+        for entry in sampled.values():
+            if entry.chunk.request.finish_reason == "error":
+                self._finish_answer(entry.chunk.request, changed)
+        for update in updates:
+            request = update.request
+            answer: Answer = request.payload
+            answer.take(update.new_token_ids, sampled[id(request)].logprobs)
+            if answer.finish_reason is not None and not update.finished:
+                self.scheduler.finish(request.request_id, "stop", answer.stop_reason, now=time.monotonic())
+            if request.is_finished:
+                self._finish_answer(request, changed)
+            elif update.new_token_ids:
+                group = self._group_of[request.request_id]
+                changed[group.request_id] = group
+        return list(changed.values())
+
+    def _finish_answer(self, request: Request, changed: dict[str, Group]) -> None:
+        group = self._group_of.pop(request.request_id)
+        answer: Answer = request.payload
+        answer.finish(request.finish_reason or "abort", request.stop_reason)
+        changed[group.request_id] = group
+        if group.is_finished:
+            self._groups.pop(group.request_id, None)
+
+    # -- a request's way out before its end
+
+    def abort(self, request_id: str) -> Group | None:
+        """End a request in any state and free its blocks; None if no unfinished request has this id."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._drop(group)
+        return group
+
+    def _drop(self, group: Group) -> None:
+        for answer in group.answers:
+            request = answer.request
+            if request is not None and self.scheduler.abort(request.request_id, now=time.monotonic()):
+                self._finish_answer(request, {})
+
+    def close(self) -> None:
+        """Abort what runs and give the device back."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
+        self.runner.close()
+
+
+class _Sampled:
+    """What a step sampled for one chunk: nothing, or one token (several with speculation)."""
+
+    __slots__ = ("chunk", "logprobs", "token_ids")
+
+    def __init__(self, chunk: ScheduledChunk) -> None:
+        self.chunk = chunk
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []

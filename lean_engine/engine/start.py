@@ -1,0 +1,184 @@
+"""From a model's name to an engine that serves it: checkpoint → program → KV pool → engine.
+
+Whatever is wrong is said before memory is taken: the architecture first, then the tokenizer, the tensors' shapes, and
+how many KV blocks fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypedDict
+
+from lean_engine import models
+from lean_engine.checkpoint import Checkpoint, open_checkpoint
+from lean_engine.config import EngineConfig, ModelConfig, token_ids
+from lean_engine.engine.core import Engine
+from lean_engine.engine.runner import Runner
+from lean_engine.errors import ConfigError
+from lean_engine.memory.block_pool import BlockPool
+from lean_engine.memory.budget import PoolSize, fit_max_model_len, kv_bytes_per_block, num_blocks_for, size_pool
+from lean_engine.passes import Lowered, lower, optimize
+from lean_engine.runtime.cpu.device import CpuDevice
+from lean_engine.runtime.device import Device
+from lean_engine.runtime.program import Program
+from lean_engine.runtime.weights import load_weights
+from lean_engine.scheduling.scheduler import Scheduler
+from lean_engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger("lean_engine")
+
+CPU_MEMORY_SHARE = 0.4  # of the memory that is free once the weights are loaded
+DEFAULT_STEP_TOKENS = 512  # a CPU step of this size takes well under a second for small models
+MIN_LOGIT_ROWS = 64  # rows of logits per step, for prompt logprobs
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class PoolMemory(TypedDict):
+    """What decides the number of KV blocks; see memory.budget.size_pool."""
+
+    block_bytes: int
+    block_size: int
+    num_gpu_blocks_override: int | None
+    kv_cache_memory_bytes: int | None
+    available_bytes: int
+    memory_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An engine and what is known of how it was set up."""
+
+    engine: Engine
+    checkpoint: Checkpoint
+    lowered: Lowered
+    pool_size: PoolSize
+
+
+def start_engine(
+    model: str, config: EngineConfig, on_progress: Progress | None = None, progress: bool = False
+) -> Started:
+    """Load a model and make an engine for it.
+
+    Args:
+        model: what checkpoint.open_checkpoint takes.
+        on_progress: told of the weights loaded so far.
+        progress: show downloads on stderr.
+
+    Raises:
+        ConfigError, CheckpointError, OutOfMemory: one line that says what is wrong.
+    """
+    checkpoint = open_checkpoint(
+        model, revision=config.revision, token=config.hf_token, load_format=config.load_format, progress=progress
+    )
+    model_config = models.configure(checkpoint.config)
+    tokenizer = load_tokenizer(checkpoint)
+    device = CpuDevice(config.threads)
+    try:
+        return assemble(checkpoint, model_config, tokenizer, device, config, on_progress)
+    except BaseException:
+        device.close()
+        raise
+
+
+def assemble(
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    device: Device,
+    config: EngineConfig,
+    on_progress: Progress | None,
+) -> Started:
+    limit = max_model_len_of(model_config, config)
+    lowered = lower(optimize(models.build(model_config, device.compute_dtype, limit)))
+    weights = load_weights(lowered.parameters, checkpoint, device, weight_progress(lowered, on_progress))
+    pool_size = size_kv_pool(model_config, device, config, limit)
+    scheduler = make_scheduler(pool_size, config)
+    dims = {
+        "T": scheduler.max_num_batched_tokens,
+        "B": scheduler.max_num_running,
+        "R": scheduler.max_num_logit_rows,
+        "M": num_blocks_for(scheduler.max_model_len, config.block_size),
+        "N": pool_size.num_blocks,
+        "S": config.block_size,
+    }
+    runner = Runner(Program(lowered, device, dims, weights), config.block_size)
+    engine = Engine(
+        model_config,
+        tokenizer,
+        scheduler,
+        runner,
+        eos_token_ids=eos_token_ids(checkpoint, model_config, tokenizer),
+        max_logprobs=config.max_logprobs,
+        seed=config.seed,
+    )
+    log.info("%s", pool_size.describe())
+    return Started(engine, checkpoint, lowered, pool_size)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    source = checkpoint.tokenizer_source
+    return Tokenizer.from_gguf(source) if isinstance(source, dict) else Tokenizer.from_directory(source)
+
+
+def max_model_len_of(model_config: ModelConfig, config: EngineConfig) -> int:
+    """The context before it is fitted to the KV pool, tokens."""
+    rope = model_config.rope
+    known = max(model_config.max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))
+    if config.max_model_len is not None and config.max_model_len > known:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, the model's context has {known} tokens")
+    return config.max_model_len or known
+
+
+def size_kv_pool(model_config: ModelConfig, device: Device, config: EngineConfig, limit: int) -> PoolSize:
+    """How many blocks fit; a context that the user left open shrinks to the pool."""
+    block_bytes = kv_bytes_per_block(
+        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, 4
+    )
+    memory: PoolMemory = {
+        "block_bytes": block_bytes,
+        "block_size": config.block_size,
+        "num_gpu_blocks_override": config.num_gpu_blocks_override,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "available_bytes": device.memory_bytes(),
+        "memory_share": CPU_MEMORY_SHARE,
+    }
+    if config.max_model_len is None:
+        limit = fit_max_model_len(max_model_len=limit, **memory)
+    return size_pool(max_model_len=limit, max_num_seqs=config.max_num_seqs, **memory)
+
+
+def make_scheduler(pool_size: PoolSize, config: EngineConfig) -> Scheduler:
+    default_budget = DEFAULT_STEP_TOKENS if config.enable_chunked_prefill else pool_size.max_model_len
+    budget = config.max_num_batched_tokens or max(default_budget, config.max_num_seqs)
+    return Scheduler(
+        BlockPool(pool_size.num_blocks),
+        block_size=config.block_size,
+        max_model_len=pool_size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_num_logit_rows=max(config.max_num_seqs, MIN_LOGIT_ROWS),
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+
+
+def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every end-of-text id that config.json, generation_config.json or the tokenizer names."""
+    generation = token_ids(checkpoint.generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
+    of_tokenizer = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return frozenset((*model_config.eos_token_ids, *generation, *of_tokenizer))
+
+
+def weight_progress(lowered: Lowered, on_progress: Progress | None) -> Callable[[int], None]:
+    total = sum(p.value.type.num_bytes({}) for p in lowered.parameters)
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return advance

@@ -1,0 +1,282 @@
+"""LLM: the library's front. Load a model once, then generate, chat or stream.
+
+    from lean_engine import LLM, SamplingParams
+
+    llm = LLM()                                     # the demo model
+    for output in llm.generate(["The sea is"], SamplingParams(max_tokens=20)):
+        print(output.outputs[0].text)
+
+One thread at a time may use an LLM; no signal handlers are installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lean_engine.config import EngineConfig
+from lean_engine.errors import ConfigError, RequestError
+from lean_engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from lean_engine.engine.outputs import Group, RequestOutput
+    from lean_engine.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]  # text, or {"prompt": text}, or {"prompt_token_ids": ids}
+Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": …, "content": …} each
+GENERATION_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a directory, a .gguf file, a Hub id, or a built-in name; None = the demo model.
+        on_load: told of (bytes loaded, bytes in all) while weights load.
+        show_downloads: report downloads on stderr.
+        options: fields of EngineConfig.
+
+    Raises:
+        ConfigError, CheckpointError, OutOfMemory: the model cannot be served as asked.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+        show_downloads: bool = False,
+        **options: Any,
+    ) -> None:
+        from lean_engine.checkpoint import DEFAULT_MODEL
+        from lean_engine.engine.start import start_engine
+
+        self.model = DEFAULT_MODEL if model is None else str(model)
+        self.config = EngineConfig.from_options(options)
+        self._template = read_template(self.config.chat_template)
+        self._started = start_engine(self.model, self.config, on_load, show_downloads)
+        self.engine = self._started.engine
+        self._num_requests = 0
+
+    # -- what is loaded
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ConfigError(f"{self.model} has no tokenizer; give prompts as token ids")
+        return tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output at most."""
+        return self.engine.max_model_len
+
+    def describe_memory(self) -> str:
+        """One line: how much KV cache there is and what fits into it."""
+        return self._started.pool_size.describe()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends, over the defaults of SamplingParams."""
+        found = self._started.checkpoint.generation_config
+        values = {name: found[name] for name in GENERATION_DEFAULTS if found.get(name) is not None}
+        if found.get("max_new_tokens") is not None:
+            values["max_tokens"] = found["max_new_tokens"]
+        return SamplingParams(**values)
+
+    # -- generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all batched together.
+
+        Args:
+            prompts: one or several: text, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all, or one each; None = default_sampling_params().
+            on_progress: told of (requests finished, requests in all).
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or a value is wrong; nothing has run then.
+        """
+        items: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = self._params_for(len(items), sampling_params)
+        encoded = [self._encode(item) for item in items]
+        return self._run(encoded, params, on_progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several.
+
+        Args:
+            messages: a conversation is a list of {"role", "content"}; a list of such lists is several.
+            chat_template: a Jinja template to use instead of the model's.
+            chat_template_kwargs: further variables for the template.
+            The others are as in generate.
+
+        Raises:
+            RequestError: a message is malformed, or the template refuses the conversation with its own message.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        params = self._params_for(len(conversations), sampling_params)
+        prompts = [
+            self.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        # The template writes its own special tokens: adding the tokenizer's would double BOS.
+        encoded = [(text, self.tokenizer.encode(text, add_special_tokens=False)) for text in prompts]
+        return self._run(encoded, params, on_progress)
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt or conversation, yielding what is new after each step that brought something.
+
+        Text, token_ids and logprobs of each output hold only what is new. Leaving the iteration early aborts the
+        request.
+        """
+        if isinstance(prompt, str | Mapping):
+            text, ids = self._encode(prompt)
+        else:
+            text = self.render(prompt)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        group = self._add(text, ids, self._params_for(1, sampling_params)[0])
+        return self._stream(group)
+
+    def render(
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """A conversation as the prompt text that chat sends."""
+        from lean_engine.text.chat import render_chat
+
+        tokenizer = self.tokenizer
+        return render_chat(
+            read_template(chat_template) or self._template or tokenizer.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            **template_kwargs,
+        )
+
+    def close(self) -> None:
+        """Give threads and memory back."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside
+
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
+        return given
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
+        ids = prompt.get("prompt_token_ids")
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise RequestError(
+                f"a prompt is {prompt!r}; must be a string, or a mapping with prompt_token_ids, a list of integers",
+                param="prompt",
+            )
+        return None, list(ids)
+
+    def _add(self, prompt: str | None, ids: list[int], params: SamplingParams) -> Group:
+        self._num_requests += 1
+        return self.engine.add(str(self._num_requests - 1), ids, params, prompt)
+
+    def _run(
+        self,
+        encoded: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[RequestOutput]:
+        groups: list[Group] = []
+        try:
+            for (text, ids), one in zip(encoded, params, strict=True):
+                groups.append(self._add(text, ids, one))
+            while self.engine.has_work():
+                ended = sum(group.is_finished for group in self.engine.step())
+                if ended and on_progress is not None:
+                    on_progress(sum(g.is_finished for g in groups), len(groups))
+        except BaseException:  # nothing of this call is left behind, whatever ended it
+            for group in groups:
+                self.engine.abort(group.request_id)
+            raise
+        return [group.output(self.engine.tokenizer) for group in groups]
+
+    def _stream(self, group: Group) -> Iterator[RequestOutput]:
+        from lean_engine.engine.outputs import completion
+
+        shown = [(0, 0)] * len(group.answers)  # characters and tokens yielded so far
+        try:
+            while not group.is_finished:
+                if group not in self.engine.step():
+                    continue
+                tokenizer = self.engine.tokenizer
+                deltas = [completion(a, tokenizer, *shown[a.index]) for a in group.answers]
+                shown = [(len(a.text), len(a.token_ids)) for a in group.answers]
+                yield replace(group.output(tokenizer), outputs=deltas)
+        finally:
+            self.engine.abort(group.request_id)
+
+
+def read_template(given: str | None) -> str | None:
+    """A chat template given as text, or as the path of a file that holds one."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat template {given!r} is neither a template nor a readable file: {error}") from None

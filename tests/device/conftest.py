@@ -1,0 +1,45 @@
+"""One suite for every device: `device_options` are the engine options that choose one."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_engine import LLM
+from lean_engine.checkpoint import DEFAULT_MODEL
+from lean_engine.checkpoint.demo_model import demo_model_path
+from lean_engine.errors import CheckpointError
+
+TINY = Path(__file__).resolve().parents[1] / "data" / "tiny"
+LoadLLM = Callable[..., LLM]
+
+
+@pytest.fixture(params=["cpu"])
+def device_options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"cpu": {"threads": 2}}[request.param]
+
+
+@pytest.fixture
+def load_llm(device_options: dict[str, Any]) -> Iterator[LoadLLM]:
+    """Make LLMs that are closed when the test ends; a bare name is a directory of tests/data/tiny."""
+    made: list[LLM] = []
+
+    def load(model: str | Path = "llama-gqa-tied", **options: Any) -> LLM:
+        path = TINY / model if isinstance(model, str) else model
+        made.append(LLM(path, **{**device_options, **options}))
+        return made[-1]
+
+    yield load
+    for llm in made:
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> str:
+    """The demo model's name, once its file is there; skipped where it cannot be had."""
+    try:
+        demo_model_path(progress=False)
+    except CheckpointError as error:
+        pytest.skip(f"the demo model is not available: {error}")
+    return DEFAULT_MODEL
