@@ -1,13 +1,14 @@
 """Program: a lowered model with its weights, arena and caches on a device; it runs steps of any size up to a limit.
 
-For each combination of sizes the launches are bound to addresses, checked against the kernel table and captured, once;
-the most recent captures are kept.
+Every launch is checked against the kernel table when the program is made. For each combination of sizes the launches are
+bound to addresses and captured once; the most recent captures are kept.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Program:
         self.inputs = {v.name: self._allocate(v) for v in lowered.inputs}
         self.caches = {v.name: self._allocate(v) for v in lowered.caches}
         self._fixed = {**weights, **self.caches}
+        self._scalars = self._check_launches()  # per launch, in their declared types
         self._captures: OrderedDict[tuple[int, int, int], tuple[Replay, dict[str, Array]]] = OrderedDict()
 
     def _allocate(self, value: Value) -> Array:
@@ -65,17 +67,36 @@ class Program:
         return outputs
 
     def _capture(self, dims: Dims) -> tuple[Replay, dict[str, Array]]:
+        arrays = self._arrays(dims)
+        launches = [
+            self._arguments(index, launch, arrays)
+            for index, launch in enumerate(self.lowered.launches)
+            if all(arrays[v.name].size for v in launch.outputs)  # no row is sampled: nothing to compute for R = 0
+        ]
+        return self.device.capture(launches), {v.name: arrays[v.name] for v in self.lowered.outputs}
+
+    def _arrays(self, dims: Dims) -> dict[str, Array]:
+        """Every value's array in a step of these sizes."""
         arrays = dict(self._fixed)
         for value in self.lowered.inputs:
             arrays[value.name] = self.inputs[value.name][: value.type.concrete_shape(dims)[0]]
-        launches = []
-        for index, launch in enumerate(self.lowered.launches):
+        for launch in self.lowered.launches:
             for position, value in enumerate(launch.outputs):
                 alias = launch.aliases.get(position)
                 arrays[value.name] = self._slot(value, dims) if alias is None else arrays[launch.inputs[alias].name]
-            if all(arrays[v.name].size for v in launch.outputs):  # no row is sampled: nothing to compute for R = 0
-                launches.append(self._arguments(index, launch, arrays))
-        return self.device.capture(launches), {v.name: arrays[v.name] for v in self.lowered.outputs}
+        return arrays
+
+    def _check_launches(self) -> list[dict[str, Any]]:
+        arrays = self._arrays(self.max_dims)
+        return [
+            KERNELS[launch.kernel].check(
+                [arrays[v.name] for v in launch.inputs],
+                [arrays[v.name] for v in launch.outputs],
+                launch.scalars,
+                self.device.compute_dtype,
+            )
+            for launch in self.lowered.launches
+        ]
 
     def _slot(self, value: Value, dims: Dims) -> Array:
         slot = self.plan.slots[value.name]
@@ -86,7 +107,6 @@ class Program:
     def _arguments(self, index: int, launch: Launch, arrays: Mapping[str, Array]) -> LaunchArgs:
         inputs = [arrays[v.name] for v in launch.inputs]
         outputs = [arrays[v.name] for v in launch.outputs]
-        scalars = KERNELS[launch.kernel].check(inputs, outputs, launch.scalars, self.device.compute_dtype)
         slot = self.plan.workspaces.get(index)
         workspace = self.arena[slot.offset : slot.offset + slot.num_bytes] if slot else self.arena[:0]
-        return LaunchArgs(launch.kernel, inputs, outputs, scalars, workspace)
+        return LaunchArgs(launch.kernel, inputs, outputs, self._scalars[index], workspace)

@@ -1,11 +1,12 @@
 """gemm: x·Wᵀ + bias over weights as checkpoints have them, [out, in] row by row.
 
-Three ways, by the number of rows:
-- one row: a matrix-vector product, W streamed once;
-- few rows: for a product of few rows OpenBLAS packs all of W, which costs more than the product itself, except for
-  products of up to about 10⁶ multiply-adds, for which it has kernels that do not pack. So W is cut into panels of rows
-  small enough for those, and the panels are shared out over the threads;
-- many rows: one product over the BLAS's own threads.
+W's rows are shared out over the Team; within a thread:
+- one row of x: a matrix-vector product, W streamed once;
+- few rows: OpenBLAS would pack all of W, which costs more than the product itself, except for products of up to about
+  10⁶ multiply-adds, for which it has kernels that do not pack. So W is cut into panels small enough for those;
+- many rows: one product.
+
+The BLAS itself runs one thread, but for steps of one row that go by its own threads (see faster.py).
 """
 
 from __future__ import annotations
@@ -35,12 +36,19 @@ def gemm(scope: Scope, args: LaunchArgs, _scratch: Sequence[Array]) -> list[Call
 
 def product(scope: Scope, x: Array, weight: Array, out: Array) -> Call:
     """The call that computes out = x·weightᵀ; out's rows may be strided."""
+    parts = split(len(weight), 1 if scope.uses_blas_threads else scope.team.num_threads)
+    tasks = [part_product(x, weight[part], out[:, part]) for part in parts]
+    return tasks[0] if len(tasks) == 1 else partial(scope.team.run, tasks)
+
+
+def part_product(x: Array, weight: Array, out: Array) -> Call:
+    """One thread's share: out [T, O] is a part of the columns."""
     rows, depth = x.shape
     if rows == 1:
         return partial(np.matmul, weight, x[0], out=out[0])
     panel = panel_rows(rows, depth, len(weight))
     if panel:
-        return panel_product(scope, x, weight, out, panel)
+        return panel_product(x, weight, out, panel)
     return partial(np.matmul, x, weight.T, out=out)
 
 
@@ -50,15 +58,13 @@ def panel_rows(rows: int, depth: int, num_out: int) -> int:
     return panel if panel >= MIN_PANEL else 0
 
 
-def panel_product(scope: Scope, x: Array, weight: Array, out: Array, panel: int) -> Call:
+def panel_product(x: Array, weight: Array, out: Array, panel: int) -> Call:
     num_panels, rest = divmod(len(weight), panel)
     whole = num_panels * panel
-    depth = x.shape[1]
-    panels = weight[:whole].reshape(num_panels, panel, depth).transpose(0, 2, 1)  # [panels, C, panel]
-    results = out[:, :whole].reshape(len(x), num_panels, panel).transpose(1, 0, 2)  # [panels, T, panel]
-    tasks: list[Call] = [
-        partial(np.matmul, x, panels[part], out=results[part]) for part in split(num_panels, scope.team.num_threads)
-    ]
-    if rest:
-        tasks[-1] = in_turn(tasks[-1], partial(np.matmul, x, weight[whole:].T, out=out[:, whole:]))
-    return tasks[0] if len(tasks) == 1 else partial(scope.team.run, tasks)
+    panels = weight[:whole].reshape(num_panels, panel, -1).transpose(0, 2, 1)  # [panels, C, panel]
+    row, column = out.strides
+    results = np.lib.stride_tricks.as_strided(out, (num_panels, len(x), panel), (panel * column, row, column))
+    product_of_panels = partial(np.matmul, x, panels, out=results)
+    if not rest:
+        return product_of_panels
+    return in_turn(product_of_panels, partial(np.matmul, x, weight[whole:].T, out=out[:, whole:]))

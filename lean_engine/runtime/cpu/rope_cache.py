@@ -41,7 +41,7 @@ def rotations(scope: Scope, positions: Array, table: Array) -> Rotations:
 
         return Rotations(rows[:, None, :1], signed[:, None]), refresh
 
-    return scope.once_per_step(("rotations", id(table)), make)
+    return scope.once_per_step(("rotations", id(table), address_of(positions)), make)
 
 
 def rotate_calls(x: Array, rotation: Rotations, out: Array, product: Array) -> list[Call]:
@@ -74,6 +74,10 @@ class CacheRows:
     tokens: Array | None  # the tokens with a slot; None = all
 
 
+def address_of(array: Array) -> tuple[int, int]:
+    return array.ctypes.data, array.size
+
+
 def cache_rows(scope: Scope, slots: Array, cache: Array) -> CacheRows:
     _num_blocks, num_heads, block_size, _head_dim = cache.shape
 
@@ -89,7 +93,7 @@ def cache_rows(scope: Scope, slots: Array, cache: Array) -> CacheRows:
 
         return places, refresh
 
-    return scope.once_per_step(("cache_rows", num_heads, block_size), make)
+    return scope.once_per_step(("cache_rows", num_heads, block_size, address_of(slots)), make)
 
 
 def store_call(cache: Array, heads: Array, places: CacheRows) -> Call:

@@ -17,8 +17,9 @@ T = TypeVar("T")
 
 
 class Scope:
-    def __init__(self, team: Team, constants: dict[Hashable, Any]) -> None:
+    def __init__(self, team: Team, constants: dict[Hashable, Any], uses_blas_threads: bool = False) -> None:
         self.team = team
+        self.uses_blas_threads = uses_blas_threads  # for matrix products, instead of the team
         self.prologue: list[Call] = []  # run before the launches
         self._shared: dict[Hashable, object] = {}
         self._constants = constants

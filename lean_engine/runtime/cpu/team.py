@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 Task = Callable[[], object]
 
 
@@ -39,15 +41,16 @@ class Worker:
             raise error
 
     def _loop(self) -> None:
-        while True:
-            self._start.acquire()
-            if self._task is None:
-                return
-            try:
-                self._task()
-            except BaseException as error:
-                self._error = error  # raised again by wait, in the caller's thread
-            self._done.release()
+        with np.errstate(all="ignore"):  # as in the calling thread; NumPy keeps this setting per thread
+            while True:
+                self._start.acquire()
+                if self._task is None:
+                    return
+                try:
+                    self._task()
+                except BaseException as error:
+                    self._error = error  # raised again by wait, in the caller's thread
+                self._done.release()
 
 
 class Team:
