@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lean_engine.engine.outputs import Group, RequestOutput
     from lean_engine.text.tokenizer import Tokenizer
 
-Prompt = str | Mapping[str, Any]  # text, or {"prompt": text}, or {"prompt_token_ids": ids}
+Prompt = str | Mapping[str, Any]  # text, or {"prompt": text}, or {"prompt_token_ids": ids}, or both: the ids count
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": …, "content": …} each
 GENERATION_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
@@ -222,15 +222,15 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-        ids = prompt.get("prompt_token_ids")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(text, str) and ids is None:
+            return text, self.tokenizer.encode(text)
         if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise RequestError(
                 f"a prompt is {prompt!r}; must be a string, or a mapping with prompt_token_ids, a list of integers",
                 param="prompt",
             )
-        return None, list(ids)
+        return text, list(ids)
 
     def _add(self, prompt: str | None, ids: list[int], params: SamplingParams) -> Group:
         self._num_requests += 1

@@ -1,0 +1,99 @@
+"""The command line: `lean-engine COMMAND`.
+
+One file per command, imported when the command is named; neither NumPy nor a tokenizer is loaded before a model is.
+To add one: write cli/<name>.py with a click command called `command`, and name it in COMMANDS.
+
+Whatever a user does wrong is answered by one line on stderr and no traceback. Exit codes: 0; 2 for wrong usage (flags,
+configuration, a request's values); 1 for a failure (checkpoint, memory, a damaged answer, a closed pipe); 130 after
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from lean_engine import __version__
+from lean_engine.errors import ConfigError, LeanEngineError, RequestError
+
+COMMANDS = {  # name → the module that holds it
+    "generate": "lean_engine.cli.generate",
+    "chat": "lean_engine.cli.chat",
+    "inspect": "lean_engine.cli.inspect",
+    "demo": "lean_engine.cli.demo",
+}
+INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+
+
+class LazyGroup(click.Group):
+    """Finds its commands in COMMANDS."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        if cmd_name not in COMMANDS:
+            raise click.UsageError(f"unknown command {cmd_name!r}; there are: {', '.join(COMMANDS)}", ctx)
+        found = import_module(COMMANDS[cmd_name]).command
+        assert isinstance(found, click.Command)
+        return found
+
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """An LLM serving engine without PyTorch.
+
+    Try it: lean-engine demo
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run a command line (None = the program's own); return the exit code. What went wrong has been printed."""
+    try:
+        code = cli.main(args, prog_name="lean-engine", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        print_error(usage_message(error))
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        forget_stdout()
+        return 1
+    except LeanEngineError as error:
+        print_error(str(error))
+        return 2 if isinstance(error, ConfigError | RequestError) else 1
+
+
+def main() -> None:
+    """The console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and the answer goes on
+    sys.exit(run())
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, whatever line breaks the message holds."""
+    click.echo(f"Error: {' '.join(message.split(chr(10)))}", err=True)
+
+
+def usage_message(error: click.ClickException) -> str:
+    message = error.format_message()
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return f"{message.rstrip('.')} (see {error.ctx.command_path} --help)"
+    return message
+
+
+def forget_stdout() -> None:
+    """The reader has gone: let the interpreter's last flush go nowhere instead of failing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
