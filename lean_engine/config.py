@@ -103,6 +103,9 @@ class ModelConfig:
             )
         rope, rope_local = read_ropes(c, head_dim)
         scalar = c.number("query_pre_attn_scalar", default=float(head_dim))
+        num_experts, num_chosen = switches.get("num_experts", 0), switches.get("num_experts_per_token", 0)
+        if num_chosen > num_experts:
+            raise ConfigError(f"config.json: num_experts_per_tok is {num_chosen}, but there are {num_experts} experts")
         return cls(
             model_type=str(raw.get("model_type")),
             vocab_size=c.integer("vocab_size"),
@@ -123,7 +126,7 @@ class ModelConfig:
             attention_scale=scalar**-0.5,
             attn_softcap=c.optional_number("attn_logit_softcapping"),
             final_softcap=c.optional_number("final_logit_softcapping"),
-            bos_token_id=c.get("bos_token_id"),
+            bos_token_id=read_bos(c),
             eos_token_ids=token_ids(c.get("eos_token_id"), "config.json: eos_token_id"),
             **switches,
         )
@@ -139,8 +142,8 @@ class Fields:
         value = self.values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        return self._number(key, default, int, 1)
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        return self._number(key, default, int, minimum)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._number(key, default, float, 0.0)
@@ -150,6 +153,19 @@ class Fields:
 
     def optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """The value, or {} where there is none."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {key} is {value!r}, must be a mapping")
+        return value
+
+    def list(self, key: str, default: list[Any]) -> list[Any]:
+        value = self.get(key, default)
+        if not isinstance(value, list):
+            raise ConfigError(f"config.json: {key} is {value!r}, must be a list")
+        return value
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -178,9 +194,16 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def read_bos(c: Fields) -> int | None:
+    ids = token_ids(c.get("bos_token_id"), "config.json: bos_token_id")
+    if len(ids) > 1:
+        raise ConfigError(f"config.json: bos_token_id is {list(ids)}, must be one id")
+    return ids[0] if ids else None
+
+
 def read_activation(c: Fields) -> Activation:
     name = c.get("hidden_activation") or c.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ConfigError(f"config.json: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -194,7 +217,7 @@ def read_dtype(c: Fields) -> str:
 
 def read_windows(c: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Per layer the sliding window, from layer_types where given (a family fills in its default pattern)."""
-    kinds = c.get("layer_types", ["full_attention"] * num_layers)
+    kinds = c.list("layer_types", ["full_attention"] * num_layers)
     if len(kinds) != num_layers:
         raise ConfigError(f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
     for kind in kinds:
@@ -214,12 +237,11 @@ def read_ropes(c: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     transformers 4: rope_theta and rope_scaling beside each other (Gemma 3: rope_local_base_freq for sliding layers).
     transformers 5: rope_parameters, flat or one mapping per layer type.
     """
-    nested = c.get("rope_parameters") or {}
-    scaling = {**nested, **(c.get("rope_scaling") or {})}
+    nested, scaling = c.mapping("rope_parameters"), c.mapping("rope_scaling")
     if "full_attention" in nested or "sliding_attention" in nested:
-        full = {**(nested.get("full_attention") or {}), **(c.get("rope_scaling") or {})}
-        return read_rope(c, full, head_dim), read_rope(c, nested.get("sliding_attention") or {}, head_dim, local=True)
-    rope = read_rope(c, scaling, head_dim)
+        full, sliding = (Fields(nested).mapping(kind) for kind in ("full_attention", "sliding_attention"))
+        return read_rope(c, {**full, **scaling}, head_dim), read_rope(c, sliding, head_dim, local=True)
+    rope = read_rope(c, {**nested, **scaling}, head_dim)
     if c.get("rope_local_base_freq") is not None:
         return rope, read_rope(c, {}, head_dim, local=True)
     return rope, rope
@@ -231,8 +253,8 @@ def read_rope(c: Fields, scaling: Mapping[str, Any], head_dim: int, local: bool 
     kind = str(s.get("rope_type") or s.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    partial = s.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * float(partial))
+    whole = c.number("partial_rotary_factor", default=1.0)
+    rotary_dim = int(head_dim * s.number("partial_rotary_factor", default=whole))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
             f"rope rotates {rotary_dim} of head_dim {head_dim} elements, must be even and at most head_dim"
@@ -241,12 +263,16 @@ def read_rope(c: Fields, scaling: Mapping[str, Any], head_dim: int, local: bool 
     if kind in ("linear", "llama3", "yarn"):
         options["factor"] = s.number("factor")
     if kind in ("llama3", "yarn"):
-        original = c.get("original_max_position_embeddings") or s.get("original_max_position_embeddings")
-        if original is None:
-            raise ConfigError(f"rope type {kind!r} needs original_max_position_embeddings, which config.json lacks")
-        options["original_max_position_embeddings"] = int(original)
+        key = "original_max_position_embeddings"
+        holder = s if c.get(key) is None else c
+        if holder.get(key) is None:
+            raise ConfigError(f"rope type {kind!r} needs {key}, which config.json lacks")
+        options[key] = holder.integer(key)
     if kind == "llama3":
-        options |= {key: s.number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        low, high = s.number("low_freq_factor"), s.number("high_freq_factor")
+        if low >= high:
+            raise ConfigError(f"rope: low_freq_factor {low:g} must be below high_freq_factor {high:g}")
+        options |= {"low_freq_factor": low, "high_freq_factor": high}
     if kind == "yarn":
         options |= {key: s.optional_number(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
         options |= {"beta_fast": s.number("beta_fast", default=32.0), "beta_slow": s.number("beta_slow", default=1.0)}
@@ -299,6 +325,8 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs is {self.max_logprobs!r}, must be -1 (no cap), 0 or more")
         if self.seed is not None and not is_integer(self.seed):
             raise ConfigError(f"seed is {self.seed!r}, must be an integer")
+        if not isinstance(self.enable_chunked_prefill, bool):
+            raise ConfigError(f"enable_chunked_prefill is {self.enable_chunked_prefill!r}, must be true or false")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}; "

@@ -37,6 +37,7 @@ class BlockPool:
     Attributes:
         num_blocks: blocks in all, the null block included.
         num_free: blocks that `allocate` can grant now.
+        max_held: the most blocks that were held at once so far.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -46,6 +47,7 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.num_free = 0
+        self.max_held = 0
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         # The free list is a ring closed by the null block: null.next is its head, null.prev its tail.
         self._null = self._blocks[NULL_BLOCK_ID]
@@ -80,6 +82,7 @@ class BlockPool:
             self._remove(block)
             block.ref_count = 1
             block_ids.append(block.block_id)
+        self.max_held = max(self.max_held, self.num_held)
         return block_ids
 
     def touch(self, block_ids: Sequence[int]) -> None:
@@ -91,6 +94,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._remove(block)
             block.ref_count += 1
+        self.max_held = max(self.max_held, self.num_held)
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Take one holder from each block of a block table (in table order), the last block first.

@@ -194,3 +194,13 @@ def test_order_follows_a_plain_list_under_random_operations(seed: int) -> None:
         assert free_order(pool) == order
         for block_id in range(pool.num_blocks):
             assert pool.ref_count(block_id) == sum(table.count(block_id) for table in tables)
+
+
+def test_the_most_blocks_ever_held_are_remembered() -> None:
+    pool = BlockPool(8)
+    first, second = pool.allocate(2), pool.allocate(3)
+    pool.free(second)
+    pool.touch([first[0], 7])
+    assert pool.max_held == 5
+    pool.allocate(4)
+    assert pool.max_held == 7

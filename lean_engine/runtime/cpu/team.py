@@ -1,15 +1,15 @@
 """Team: a few threads that run one call each and meet again.
 
 NumPy releases the interpreter lock inside its loops and BLAS calls, so the calls really run side by side. Workers wait
-on a lock and never spin: another busy process slows a step down in proportion and no more.
+on a queue and never spin: another busy process slows a step down in proportion and no more.
 """
 
 from __future__ import annotations
 
-import _thread
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -17,40 +17,48 @@ Task = Callable[[], object]
 
 
 class Worker:
-    """A daemon thread that runs the task it is given and reports back."""
+    """A daemon thread that runs tasks in the order they are given."""
 
     def __init__(self, name: str) -> None:
-        self._task: Task | None = None
+        self._inbox: SimpleQueue[Task | object] = SimpleQueue()
+        self._outbox: SimpleQueue[object] = SimpleQueue()
         self._error: BaseException | None = None
-        self._start = _thread.allocate_lock()
-        self._done = _thread.allocate_lock()
-        self._start.acquire()
-        self._done.acquire()
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
-    def give(self, task: Task | None) -> None:
-        """Start a task; None ends the thread."""
-        self._task = task
-        self._start.release()
+    def give(self, task: Task) -> None:
+        self._inbox.put(task)
 
-    def wait(self) -> None:
-        """Wait for the task; raise what it raised."""
-        self._done.acquire()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+    def wait(self) -> BaseException | None:
+        """Return when everything given is done: what a task raised, or a Ctrl-C that came meanwhile.
+
+        A marker comes back behind the tasks. An interrupted wait sends another: nothing is ever left running.
+        """
+        while True:
+            try:
+                marker = object()
+                self._inbox.put(marker)
+                while self._outbox.get() is not marker:
+                    continue  # one of an interrupted wait
+                break
+            except KeyboardInterrupt as interrupt:
+                self._error = interrupt
+        raised, self._error = self._error, None
+        return raised
+
+    def stop(self) -> None:
+        """End the thread once it has done what it was given."""
+        self._inbox.put(None)
 
     def _loop(self) -> None:
         with np.errstate(all="ignore"):  # as in the calling thread; NumPy keeps this setting per thread
-            while True:
-                self._start.acquire()
-                if self._task is None:
-                    return
+            while (task := self._inbox.get()) is not None:
+                if not callable(task):
+                    self._outbox.put(task)
+                    continue
                 try:
-                    self._task()
+                    task()
                 except BaseException as error:
-                    self._error = error  # raised again by wait, in the caller's thread
-                self._done.release()
+                    self._error = error  # raised again by Team.run, in the caller's thread
 
 
 class Team:
@@ -63,18 +71,19 @@ class Team:
     def run(self, tasks: Sequence[Task]) -> None:
         """Run up to num_threads tasks at once; return when all are done. A task's exception is raised here."""
         workers = self._workers[: len(tasks) - 1]
-        for worker, task in zip(workers, tasks[1:], strict=True):
-            worker.give(task)
         try:
+            for worker, task in zip(workers, tasks[1:], strict=True):
+                worker.give(task)
             tasks[0]()
         finally:
-            for worker in workers:
-                worker.wait()
+            errors = [error for worker in workers if (error := worker.wait()) is not None]
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """End the workers' threads."""
         for worker in self._workers:
-            worker.give(None)
+            worker.stop()
         self._workers = []
 
 

@@ -1,0 +1,42 @@
+"""EngineConfig honours an option or refuses it by name, with the value found and what would be right."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lean_engine import EngineConfig
+from lean_engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size is 0, must be an integer of at least 1"),
+        ({"block_size": "16"}, "block_size is '16', must be an integer of at least 1"),
+        ({"max_num_seqs": True}, "max_num_seqs is True, must be an integer of at least 1"),
+        ({"threads": -1}, "threads is -1, must be an integer of at least 1"),
+        ({"max_model_len": 1.5}, "max_model_len is 1.5, must be an integer of at least 1"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override is 0, must be an integer of at least 1"),
+        ({"kv_cache_memory_bytes": "1GiB"}, "kv_cache_memory_bytes is '1GiB', must be an integer of at least 1"),
+        ({"load_format": "pt"}, "load_format is 'pt', must be one of: auto, dummy"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', must be one of: auto, float32"),
+        ({"max_logprobs": -2}, "max_logprobs is -2, must be -1 (no cap), 0 or more"),
+        ({"seed": "x"}, "seed is 'x', must be an integer"),
+        ({"enable_chunked_prefill": 1}, "enable_chunked_prefill is 1, must be true or false"),
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens 64 is below max_num_seqs 128"),
+        ({"gpu_memory": 1}, "unknown engine option 'gpu_memory'; known: block_size, "),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_options(options)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_options_are_kept_and_cannot_be_changed_later() -> None:
+    config = EngineConfig.from_options({"block_size": 32, "max_num_seqs": 8, "max_num_batched_tokens": 8})
+    assert (config.block_size, config.max_num_seqs, config.max_num_batched_tokens) == (32, 8, 8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 4  # type: ignore[misc]
