@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
 from lean_engine.errors import ConfigError
 from lean_engine.ir.graph import Graph
 from lean_engine.ir.verify import verify
@@ -40,7 +40,7 @@ def configure(raw: Mapping[str, Any]) -> ModelConfig:
 
 def find_model_type(raw: Mapping[str, Any]) -> str:
     """The family's key, from architectures where given and else from model_type."""
-    names = raw.get("architectures") or []
+    names = Fields(raw).list("architectures", [])
     by_architecture = {architecture: key for key, (architecture, _) in FAMILIES.items()}
     for name in names:
         if name in by_architecture:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
+from lean_engine.errors import ConfigError
 from lean_engine.ir.graph import Graph
 from lean_engine.models.blocks import Builder, add, attention, embedding, gated_mlp, logits, rms_norm
 
@@ -23,11 +24,18 @@ SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(raw.get("attention_bias"))
+    bias = read_bias(Fields(raw))
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(raw["num_hidden_layers"])]
     # A soft-cap of null switches it off; only a missing key means the family's value.
     values = {**SOFTCAPS, **raw}
     return ModelConfig.from_json(values, DEFAULTS | {"layer_types": kinds}, qkv_bias=bias, o_bias=bias)
+
+
+def read_bias(c: Fields) -> bool:
+    """attention_bias of a config that describes a decoder; Gemma's embedding models are none."""
+    if c.boolean("use_bidirectional_attention", default=False):
+        raise ConfigError("config.json: use_bidirectional_attention is not supported, must be false")
+    return c.boolean("attention_bias", default=False)
 
 
 def build(config: ModelConfig, dtype: str, max_positions: int) -> Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
 from lean_engine.ir.graph import Graph
 from lean_engine.models import gemma2
 
@@ -23,8 +23,9 @@ DEFAULTS = gemma2.DEFAULTS | {
 
 
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(raw.get("attention_bias"))
-    period = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    c = Fields(raw)
+    bias = gemma2.read_bias(c)
+    period = c.integer("sliding_window_pattern", default=c.integer("_sliding_window_pattern", default=6))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(raw["num_hidden_layers"])]
     return ModelConfig.from_json(raw, DEFAULTS | {"layer_types": kinds}, qkv_bias=bias, o_bias=bias)
 

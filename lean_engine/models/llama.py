@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
 from lean_engine.ir.graph import Graph
 from lean_engine.models.blocks import Builder, add, attention, embedding, gated_mlp, logits, rms_norm
 
@@ -13,8 +13,9 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_emb
 
 
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(raw.get("attention_bias"))
-    return ModelConfig.from_json(raw, DEFAULTS, qkv_bias=bias, o_bias=bias, mlp_bias=bool(raw.get("mlp_bias")))
+    c = Fields(raw)
+    bias, mlp_bias = c.boolean("attention_bias", default=False), c.boolean("mlp_bias", default=False)
+    return ModelConfig.from_json(raw, DEFAULTS, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
 def build(config: ModelConfig, dtype: str, max_positions: int) -> Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
 from lean_engine.models.llama import build
 
 __all__ = ["build", "configure", "qwen_layer_types"]
@@ -23,9 +23,11 @@ def configure(raw: Mapping[str, Any]) -> ModelConfig:
 
 def qwen_layer_types(raw: Mapping[str, Any]) -> list[str]:
     """sliding_window counts only with use_sliding_window, and then from layer max_window_layers on."""
-    num_layers = raw["num_hidden_layers"]
-    if not raw.get("use_sliding_window"):
+    c = Fields(raw)
+    num_layers = c.integer("num_hidden_layers")
+    has_window = c.boolean("use_sliding_window", default=False) and raw.get("sliding_window", 4096) is not None
+    if not has_window:
         return ["full_attention"] * num_layers
-    first = raw.get("max_window_layers", 28)
+    first = c.integer("max_window_layers", default=28, minimum=0)
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    return raw.get("layer_types") or default
+    return c.list("layer_types", default)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
 from lean_engine.ir.graph import Graph
 from lean_engine.models.blocks import Builder, add, attention, embedding, gated_mlp, logits, rms_norm
 from lean_engine.models.qwen2 import DEFAULTS, qwen_layer_types
 
 
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
-    bias = bool(raw.get("attention_bias"))
+    bias = Fields(raw).boolean("attention_bias", default=False)
     values = {**raw, "layer_types": qwen_layer_types(raw)}
     return ModelConfig.from_json(values, DEFAULTS | {"head_dim": 128}, qkv_bias=bias, o_bias=bias)
 

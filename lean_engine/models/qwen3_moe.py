@@ -20,9 +20,10 @@ DEFAULTS = {
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
     c = Fields(raw)
     num_layers = c.integer("num_hidden_layers")
-    step, dense = c.integer("decoder_sparse_step", default=1), set(c.get("mlp_only_layers", []))
+    step, dense = c.integer("decoder_sparse_step", default=1), c.list("mlp_only_layers", [])
     bias = c.boolean("attention_bias", default=False)
-    kind = "sliding_attention" if c.boolean("use_sliding_window", default=False) else "full_attention"
+    has_window = c.boolean("use_sliding_window", default=False) and raw.get("sliding_window", 4096) is not None
+    kind = "sliding_attention" if has_window else "full_attention"
     num_experts = "num_local_experts" if c.get("num_experts") is None else "num_experts"
     return ModelConfig.from_json(
         {**raw, "layer_types": [kind] * num_layers},

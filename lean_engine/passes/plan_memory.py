@@ -155,6 +155,6 @@ def check_launch(
         others = {**holders, **{n: s for n, s in spans.items() if n != name}}
         for other, (low, high) in others.items():
             is_needed = other in reads or other in still_read or other in spans
-            is_taken_over = inplace.get(name) == other and other not in still_read
+            is_taken_over = inplace.get(name) == other and other not in still_read and start == low
             if is_needed and not is_taken_over and start < high and low < stop:
                 raise VerifyError(f"plan: {launch.kernel} #{index} writes {name} over {other}, which is still needed")

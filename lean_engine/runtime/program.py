@@ -1,7 +1,7 @@
 """Program: a lowered model with its weights, arena and caches on a device; it runs steps of any size up to a limit.
 
-Every launch is checked against the kernel table when the program is made. For each combination of sizes the launches are
-bound to addresses and captured once; the most recent captures are kept.
+Every launch is checked against the kernel table when the program is made. For each combination of sizes the launches
+are bound to addresses and captured once; the most recent captures are kept.
 """
 
 from __future__ import annotations

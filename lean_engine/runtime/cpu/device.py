@@ -36,7 +36,7 @@ class CpuKernel:
 
     capture: Capture
     scratch: Scratch
-    row_inputs: tuple[int, ...] = ()  # inputs cut by rows, as all outputs are, where threads share the launch; () = never
+    row_inputs: tuple[int, ...] = ()  # inputs cut by rows, as the outputs are, where threads share a launch; () = never
 
 
 def kernel(
