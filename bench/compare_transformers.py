@@ -4,9 +4,9 @@
     python bench/compare_transformers.py --model /tmp/smollm2-f32 --transformers-python OTHER/bin/python
 
 Run it with the Python that has lean-engine; the other one has torch and transformers. Each engine is one loaded
-process. They take turns on the same token ids, the one whose turn it is not is stopped; ratios are taken within a round, then
-their median. Decode rate: output tokens per second between the first and the last token of a batch. Cold start:
-process start to first token of a new process, files in the page cache.
+process. They take turns on the same token ids, the one whose turn it is not is stopped; ratios are taken within a
+round, then their median. Decode rate: output tokens per second between the first and the last token of a batch. Cold
+start: process start to first token of a new process, files in the page cache.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def paged_attention(
     group = q.shape[1] // head_dim // num_kv_heads
     for b, length in enumerate(seq_lens):
         first, last = cu_seqlens_q[b], cu_seqlens_q[b + 1]
-        for row in range(first, last):
+        for row in range(first, last if length else first):  # a request of length 0 is padding: zeros
             position = length - (last - row)
             start = 0 if window is None else max(0, position - window + 1)
             seen = np.arange(start, position + 1)

@@ -15,6 +15,8 @@ from lean_engine.ir.graph import Graph
 from lean_engine.ir.verify import verify
 from lean_engine.models import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 
+MAX_LAYERS = 1024  # what a graph of a layer each can sensibly hold
+
 # model_type of config.json → (the architecture that goes with it, the family's file)
 FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "llama": ("LlamaForCausalLM", llama),
@@ -32,8 +34,11 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
     """Read a config.json. ConfigError: an unknown architecture or value, a missing or contradictory field."""
     model_type = find_model_type(raw)
-    if not isinstance(raw.get("num_hidden_layers"), int):
-        raise ConfigError(f"config.json: num_hidden_layers is {raw.get('num_hidden_layers')!r}, must be an integer")
+    num_layers = raw.get("num_hidden_layers")
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers <= MAX_LAYERS:
+        raise ConfigError(
+            f"config.json: num_hidden_layers is {num_layers!r}, must be an integer from 1 to {MAX_LAYERS}"
+        )
     config: ModelConfig = FAMILIES[model_type][1].configure({**raw, "model_type": model_type})
     return config
 

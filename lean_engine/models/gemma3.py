@@ -15,7 +15,6 @@ DEFAULTS = gemma2.DEFAULTS | {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 131072,
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,

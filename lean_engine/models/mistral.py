@@ -10,6 +10,7 @@ from lean_engine.models.llama import build
 
 __all__ = ["build", "configure"]
 DEFAULTS = {
+    "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,

@@ -9,7 +9,13 @@ from lean_engine.config import Fields, ModelConfig
 from lean_engine.ir.graph import Graph
 from lean_engine.models.blocks import Builder, add, attention, embedding, logits, rms_norm, sparse_mlp
 
-DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_theta": 1e6}
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e6,
+}
 
 
 def configure(raw: Mapping[str, Any]) -> ModelConfig:

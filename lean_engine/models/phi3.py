@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lean_engine.config import ModelConfig
+from lean_engine.config import Fields, ModelConfig
+from lean_engine.errors import ConfigError
 from lean_engine.ir.graph import Graph
 from lean_engine.models.blocks import Builder, add, attention, embedding, gated_mlp, logits, rms_norm
 
@@ -13,6 +14,10 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_emb
 
 
 def configure(raw: Mapping[str, Any]) -> ModelConfig:
+    scaling = {**Fields(raw).mapping("rope_parameters"), **Fields(raw).mapping("rope_scaling")}
+    rope_type = scaling.get("rope_type") or scaling.get("type")
+    if rope_type == "yarn":
+        raise ConfigError("rope type 'yarn' of a Phi-3 config.json means longrope, which is not supported")
     kind = "full_attention" if raw.get("sliding_window") is None else "sliding_attention"
     return ModelConfig.from_json(raw, DEFAULTS | {"layer_types": [kind] * raw["num_hidden_layers"]})
 

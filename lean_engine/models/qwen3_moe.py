@@ -10,6 +10,7 @@ from lean_engine.ir.graph import Graph
 from lean_engine.models.blocks import Builder, add, attention, embedding, gated_mlp, logits, rms_norm, sparse_mlp
 
 DEFAULTS = {
+    "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,

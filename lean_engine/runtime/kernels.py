@@ -2,7 +2,8 @@
 
 A signature reads `inputs -> outputs; scalars`. An array is name:dtype[shape]; `real` stands for the program's element
 type; equal letters in one launch must be equal numbers, and products such as Q*D are checked once Q and D are known.
-`?` marks inputs that may be absent. Scalars are wrapped in the declared type here, since devices check nothing.
+`?` marks inputs that may be absent, all together. Scalars are wrapped in the declared type here, since devices check
+nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ SIGNATURES = {
     " activation:str",
 }
 SHORT = {d.short: d.name for d in DTYPES.values()}
-SCALARS = {"f32": np.float32, "i32": np.int32, "bool": bool, "str": str}
+SCALARS: dict[str, tuple[Any, Any]] = {  # kind → the Python types accepted, the type passed on
+    "f32": (int | float, np.float32),
+    "i32": (int, np.int32),
+    "bool": (bool, bool),
+    "str": (str, str),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class Kernel:
             LaunchError: naming the kernel, the argument, what was found and what the signature wants.
         """
         num_required = sum(not p.is_optional for p in self.inputs)
-        if not num_required <= len(inputs) <= len(self.inputs) or len(outputs) != len(self.outputs):
+        if len(inputs) not in (num_required, len(self.inputs)) or len(outputs) != len(self.outputs):
             raise LaunchError(f"{self.name}: {len(inputs)} inputs and {len(outputs)} outputs do not fit its signature")
         letters: dict[str, int] = {}
         arrays = [*zip(self.inputs, inputs, strict=False), *zip(self.outputs, outputs, strict=True)]
@@ -117,8 +123,11 @@ class Kernel:
                 if not kind.endswith("?"):
                     raise LaunchError(f"{self.name}: scalar {name} is None, must be {kind}")
                 wrapped[name] = None
-            else:
-                wrapped[name] = SCALARS[kind.rstrip("?")](value)
+                continue
+            accepted, wrap = SCALARS[kind.rstrip("?")]
+            if not isinstance(value, accepted) or (accepted is not bool and isinstance(value, bool)):
+                raise LaunchError(f"{self.name}: scalar {name} is {value!r}, must be {kind}")
+            wrapped[name] = wrap(value)
         return wrapped
 
 

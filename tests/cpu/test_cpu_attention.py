@@ -129,14 +129,24 @@ def test_contexts_and_chunks_too_large_for_one_piece_of_scratch(device: CpuDevic
         check(device, Batch(batch, num_kv_heads=2, group=4, head_dim=64, block_size=16))
 
 
-def test_rows_that_belong_to_no_request_are_left_alone(device: CpuDevice) -> None:
+def test_padded_rows_give_zeros(device: CpuDevice) -> None:
+    """Rows behind the last request, and the row of a request of length 0."""
     batch = Batch([(4, 1), (0, 3)])
     q, *rest = batch.inputs()
     padded = np.concatenate([q, np.full((2, q.shape[1]), np.nan)])
     run = KernelRun(device, "paged_attention", [padded, *rest], batch.attrs)
     (expected,) = run.expected()
     run.replay()
-    assert_close(run.outputs[0][:4], expected[:4], 5e-6)
+    assert_close(run.outputs[0], expected, 5e-6)
+    assert not run.outputs[0][4:].any()
+    tables, cu_seqlens, seq_lens = rest[2:]
+    tables = np.concatenate([tables, np.zeros_like(tables[:1])])
+    padding = [np.append(cu_seqlens, cu_seqlens[-1] + 1), np.append(seq_lens, 0)]
+    run = KernelRun(device, "paged_attention", [padded[:5], *rest[:2], tables, *padding], batch.attrs)
+    (expected,) = run.expected()
+    run.replay()
+    assert_close(run.outputs[0], expected, 5e-6)
+    assert not run.outputs[0][4].any()
 
 
 def test_blocks_shared_by_requests(device: CpuDevice) -> None:

@@ -46,13 +46,31 @@ def test_every_signature_parses_and_every_kernel_is_on_the_cpu() -> None:
 
 
 def test_launch_that_fits_returns_its_scalars_in_their_types() -> None:
-    found = check("rms_norm", [f(3, 8), f(8)], [f(3, 8)], eps=1, unit_offset=1)
+    found = check("rms_norm", [f(3, 8), f(8)], [f(3, 8)], eps=1, unit_offset=True)
     assert found == {"eps": 1.0, "unit_offset": True}
     assert (type(found["eps"]), type(found["unit_offset"])) == (np.float32, bool)
     cache = f(5, 2, 4, 8)
     inputs = [f(3, 32), cache, cache, i(2, 6), i(3), i(2)]
     found = check("paged_attention", inputs, [f(3, 32)], head_dim=8, scale=0.5, window=16, softcap=None)
     assert (type(found["head_dim"]), type(found["window"]), found["softcap"]) == (np.int32, np.int32, None)
+
+
+@pytest.mark.parametrize(
+    ("scalars", "message"),
+    [
+        ({"eps": "abc", "unit_offset": True}, "rms_norm: scalar eps is 'abc', must be f32"),
+        ({"eps": 1e-6, "unit_offset": 1}, "rms_norm: scalar unit_offset is 1, must be bool"),
+        ({"eps": True, "unit_offset": True}, "rms_norm: scalar eps is True, must be f32"),
+    ],
+)
+def test_scalar_of_another_type_is_refused(scalars: dict[str, object], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        check("rms_norm", [f(3, 8), f(8)], [f(3, 8)], **scalars)
+
+
+def test_fractional_integer_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"slice_columns: scalar start is 1\.5, must be i32"):
+        check("slice_columns", [f(3, 8)], [f(3, 2)], start=1.5, stop=3)
 
 
 def test_optional_inputs_may_be_absent() -> None:

@@ -39,7 +39,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     (minimal_config("llama", num_hidden_layers="2"), "config.json: num_hidden_layers is '2', must be an integer"),
     (
         minimal_config("llama", num_hidden_layers=0),
-        "config.json: num_hidden_layers is 0, must be at least 1 and finite",
+        "config.json: num_hidden_layers is 0, must be an integer from 1 to 1024",
     ),
     (minimal_config("llama", vocab_size=REMOVED), "config.json: vocab_size is missing"),
     (minimal_config("llama", vocab_size=None), "config.json: vocab_size is missing"),

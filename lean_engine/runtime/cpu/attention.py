@@ -61,22 +61,35 @@ class Item:
 
 @dataclass(slots=True)
 class Schedule:
-    """A step's items, one list per thread."""
+    """A step's items, one list per thread, and the rows that none of them computes."""
 
     shares: list[list[Item]] = field(default_factory=list)
+    empty_rows: Array | None = None  # padding, and requests of length 0: their result is 0
 
 
-def schedule(scope: Scope, geometry: Geometry, tables: Array, cu_seqlens: Array, seq_lens: Array) -> Schedule:
+def schedule(
+    scope: Scope, geometry: Geometry, num_rows: int, tables: Array, cu_seqlens: Array, seq_lens: Array
+) -> Schedule:
     def make() -> tuple[Schedule, Call]:
         result = Schedule()
 
         def refresh() -> None:
             items = make_items(geometry, tables, cu_seqlens, seq_lens, scope.team.num_threads)
             result.shares = share_out(items, scope.team.num_threads)
+            result.empty_rows = rows_without_item(items, num_rows)
 
         return result, refresh
 
     return scope.once_per_step(("schedule", geometry), make)
+
+
+def rows_without_item(items: list[Item], num_rows: int) -> Array | None:
+    if sum(item.num_requests * item.num_rows for item in items) == num_rows:
+        return None
+    is_empty = np.ones(num_rows, bool)
+    for item in items:
+        is_empty[item.rows] = False
+    return np.flatnonzero(is_empty)
 
 
 def share_out(items: list[Item], num_threads: int) -> list[list[Item]]:
@@ -96,6 +109,8 @@ def make_items(g: Geometry, tables: Array, cu_seqlens: Array, seq_lens: Array, n
     items: list[Item] = []
     for request, length in enumerate(lengths):
         num_rows = starts[request + 1] - starts[request]
+        if length == 0:
+            continue
         if num_rows == 1:
             first = 0 if g.window is None else max(0, length - g.window) // g.block_size
             decodes.append((-(-length // g.block_size) - first, request, first))
@@ -211,7 +226,8 @@ def geometry_of(shapes: Sequence[tuple[int, ...]], scalars: Mapping[str, Any]) -
 def paged_attention(scope: Scope, args: LaunchArgs, scratch: Sequence[Array]) -> list[Call]:
     q, k_cache, v_cache, tables, cu_seqlens, seq_lens = args.inputs
     g = geometry_of([a.shape for a in args.inputs], args.scalars)
-    plan = schedule(scope, g, tables, cu_seqlens, seq_lens)
+    plan = schedule(scope, g, len(q), tables, cu_seqlens, seq_lens)
+    out = args.outputs[0]
     rows = k_cache.shape[0] * g.num_kv_heads
     workers = [
         Worker(
@@ -219,7 +235,7 @@ def paged_attention(scope: Scope, args: LaunchArgs, scratch: Sequence[Array]) ->
             q,
             k_cache.reshape(rows, -1),
             v_cache.reshape(rows, -1),
-            args.outputs[0],
+            out,
             args.scalars["scale"],
             args.scalars["softcap"],
             part,
@@ -231,6 +247,8 @@ def paged_attention(scope: Scope, args: LaunchArgs, scratch: Sequence[Array]) ->
         tasks = [partial(worker.run, share) for worker, share in zip(workers, plan.shares, strict=False)]
         if tasks:
             scope.team.run(tasks)
+        if plan.empty_rows is not None:
+            out[plan.empty_rows] = 0
 
     return [run]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from lean_engine.errors import OutOfMemory
 from lean_engine.ir.graph import Dims
 from lean_engine.memory.budget import available_memory_bytes
 from lean_engine.passes import Launch
-from lean_engine.passes.plan_memory import align
+from lean_engine.passes.plan_memory import ALIGNMENT, align
 from lean_engine.runtime.cpu import attention, gemm, moe, rope_cache, rows
 from lean_engine.runtime.cpu.faster import Faster
 from lean_engine.runtime.cpu.scope import Call, Scope, in_turn
@@ -105,13 +106,20 @@ class CpuDevice:
         self._constants: dict[Hashable, Any] = {}
 
     def allocate(self, shape: Sequence[int], dtype: str) -> Array:
-        """Zeroed memory; pages are taken when they are first written. OutOfMemory names the bytes."""
+        """Zeroed memory that begins at a cache line; pages are taken when they are first written.
+
+        Raises:
+            OutOfMemory: with the numbers of bytes asked for and free.
+        """
+        element = numpy_dtype(dtype)
+        num_bytes = math.prod(shape) * element.itemsize
         try:
-            return np.zeros(tuple(shape), numpy_dtype(dtype))
-        except MemoryError:
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+            raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError):  # ValueError: more than an array can have
             free = self.memory_bytes()
             raise OutOfMemory(f"cannot allocate {num_bytes:,} bytes; {free:,} bytes of memory are free") from None
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start : start + num_bytes].view(element).reshape(tuple(shape))
 
     def memory_bytes(self) -> int:
         return available_memory_bytes()
