@@ -19,6 +19,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+MAX_EXPERTS = 4096
+MAX_INTEGER = 2**31 - 1  # of any count or id
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "frequency_factors")
 T = TypeVar("T", int, float)
 
@@ -104,6 +106,8 @@ class ModelConfig:
         rope, rope_local = read_ropes(c, head_dim)
         scalar = c.number("query_pre_attn_scalar", default=float(head_dim))
         num_experts, num_chosen = switches.get("num_experts", 0), switches.get("num_experts_per_token", 0)
+        if num_experts > MAX_EXPERTS:
+            raise ConfigError(f"config.json: the number of experts is {num_experts}, must be at most {MAX_EXPERTS}")
         if num_chosen > num_experts:
             raise ConfigError(f"config.json: num_experts_per_tok is {num_chosen}, but there are {num_experts} experts")
         return cls(
@@ -182,6 +186,8 @@ class Fields:
             raise ConfigError(f"config.json: {key} is {value!r}, must be {'an integer' if kind is int else 'a number'}")
         if not value >= minimum or value == float("inf"):
             raise ConfigError(f"config.json: {key} is {value!r}, must be at least {minimum} and finite")
+        if kind is int and value > MAX_INTEGER:
+            raise ConfigError(f"config.json: {key} is {value!r}, must be at most {MAX_INTEGER}")
         return kind(value)
 
 

@@ -1,7 +1,7 @@
 """From a model's name to an engine that serves it: checkpoint → program → KV pool → engine.
 
-Whatever is wrong is said before memory is taken: the architecture first, then the tokenizer, the tensors' shapes, and
-how many KV blocks fit.
+Whatever is wrong is said before memory is taken: the architecture first, then the tokenizer, the tensors' shapes,
+whether the weights fit, and how many KV blocks fit beside them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from lean_engine.checkpoint import Checkpoint, open_checkpoint
 from lean_engine.config import EngineConfig, ModelConfig, token_ids
 from lean_engine.engine.core import Engine
 from lean_engine.engine.runner import Runner
-from lean_engine.errors import ConfigError
+from lean_engine.errors import ConfigError, OutOfMemory
+from lean_engine.ir.sources import RopeTable
 from lean_engine.memory.block_pool import BlockPool
 from lean_engine.memory.budget import PoolSize, fit_max_model_len, kv_bytes_per_block, num_blocks_for, size_pool
 from lean_engine.passes import Lowered, lower, optimize
 from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.device import Device
 from lean_engine.runtime.program import Program
-from lean_engine.runtime.weights import load_weights
+from lean_engine.runtime.weights import expected_shapes, load_weights
 from lean_engine.scheduling.scheduler import Scheduler
 from lean_engine.text.tokenizer import Tokenizer
+from lean_engine.units import format_bytes
 
 log = logging.getLogger("lean_engine")
 
-CPU_MEMORY_SHARE = 0.4  # of the memory that is free once the weights are loaded
+CPU_MEMORY_SHARE = 0.4  # of the memory that is free beside the weights
 DEFAULT_STEP_TOKENS = 512  # a CPU step of this size takes well under a second for small models
 MIN_LOGIT_ROWS = 64  # rows of logits per step, for prompt logprobs
 
@@ -92,9 +94,12 @@ def assemble(
     on_progress: Progress | None,
 ) -> Started:
     limit = max_model_len_of(model_config, config)
-    lowered = lower(optimize(models.build(model_config, device.compute_dtype, limit)))
+    lowered = compile_model(model_config, device, limit)
+    checkpoint.expect(expected_shapes(lowered.parameters))
+    pool_size = size_kv_pool(model_config, device, config, limit, weight_bytes(lowered))
+    if pool_size.max_model_len < limit:  # rope tables for the positions that can occur
+        lowered = compile_model(model_config, device, pool_size.max_model_len)
     weights = load_weights(lowered.parameters, checkpoint, device, weight_progress(lowered, on_progress))
-    pool_size = size_kv_pool(model_config, device, config, limit)
     scheduler = make_scheduler(pool_size, config)
     dims = {
         "T": scheduler.max_num_batched_tokens,
@@ -118,6 +123,15 @@ def assemble(
     return Started(engine, checkpoint, lowered, pool_size)
 
 
+def compile_model(model_config: ModelConfig, device: Device, max_positions: int) -> Lowered:
+    return lower(optimize(models.build(model_config, device.compute_dtype, max_positions)))
+
+
+def weight_bytes(lowered: Lowered) -> int:
+    """Bytes of everything that is loaded; rope tables, which depend on the context, apart."""
+    return sum(p.value.type.num_bytes({}) for p in lowered.parameters if not isinstance(p.source, RopeTable))
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     source = checkpoint.tokenizer_source
     return Tokenizer.from_gguf(source) if isinstance(source, dict) else Tokenizer.from_directory(source)
@@ -132,8 +146,16 @@ def max_model_len_of(model_config: ModelConfig, config: EngineConfig) -> int:
     return config.max_model_len or known
 
 
-def size_kv_pool(model_config: ModelConfig, device: Device, config: EngineConfig, limit: int) -> PoolSize:
-    """How many blocks fit; a context that the user left open shrinks to the pool."""
+def size_kv_pool(
+    model_config: ModelConfig, device: Device, config: EngineConfig, limit: int, weight_bytes: int
+) -> PoolSize:
+    """How many blocks fit beside the weights; a context that the user left open shrinks to the pool."""
+    free_bytes = device.memory_bytes()
+    if weight_bytes > free_bytes:
+        raise OutOfMemory(
+            f"the weights need {format_bytes(weight_bytes)} as {device.compute_dtype}, "
+            f"{format_bytes(free_bytes)} of memory are free"
+        )
     block_bytes = kv_bytes_per_block(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, 4
     )
@@ -142,7 +164,7 @@ def size_kv_pool(model_config: ModelConfig, device: Device, config: EngineConfig
         "block_size": config.block_size,
         "num_gpu_blocks_override": config.num_gpu_blocks_override,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        "available_bytes": device.memory_bytes(),
+        "available_bytes": free_bytes - weight_bytes,
         "memory_share": CPU_MEMORY_SHARE,
     }
     if config.max_model_len is None:

@@ -1,8 +1,8 @@
 """Checkpoint tensors → the device's parameters.
 
 Every parameter gets one buffer of the device; its recipe (ir/sources) is written into it part by part, converted on the
-way, and the checkpoint's pages are released behind: the weights are never twice in memory. All shapes are compared with
-the checkpoint before anything is allocated.
+way, and the checkpoint's pages are released behind: the weights are never twice in memory. Shapes are compared before
+anything is allocated: the engine shows the checkpoint what `expected_shapes` says.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from lean_engine.runtime.rope import rope_table
 class TensorStore(Protocol):
     """What is needed of a checkpoint."""
 
-    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None: ...
-
     def tensor(self, name: str) -> NDArray[Any]: ...
 
     def release(self, name: str) -> None: ...
+
+
+def expected_shapes(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensor → the shape that the configuration implies."""
+    return {t.name: t.shape for p in parameters for t in p.source.tensors()}
 
 
 def load_weights(
@@ -35,15 +38,11 @@ def load_weights(
     device: Device,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Array]:
-    """Parameter name → its buffer.
+    """Parameter name → its buffer. The store has what `expected_shapes` says.
 
     Args:
         on_progress: called with the bytes of each buffer when it is filled.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape than the configuration implies.
     """
-    store.expect({t.name: t.shape for p in parameters for t in p.source.tensors()})
     buffers: dict[str, Array] = {}
     for parameter in parameters:
         value = parameter.value

@@ -12,7 +12,8 @@ from conftest import TINY, LoadLLM
 from safetensors.numpy import load_file, save_file
 
 from lean_engine import LLM, RequestOutput, SamplingParams
-from lean_engine.errors import ConfigError, RequestError
+from lean_engine.errors import CheckpointError, ConfigError, OutOfMemory, RequestError
+from lean_engine.runtime.cpu.device import CpuDevice
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
@@ -225,6 +226,32 @@ def test_what_the_pool_can_never_hold_is_refused_at_once(load_llm: LoadLLM) -> N
     with pytest.raises(RequestError, match="40 tokens"):
         llm.generate({"prompt_token_ids": list(range(10, 50))}, GREEDY)
     assert_idle(llm)
+
+
+def test_what_is_wrong_is_said_before_memory_is_taken(load_llm: LoadLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "allocate", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(CpuDevice, "memory_bytes", lambda _: 200_000)
+    with pytest.raises(
+        OutOfMemory, match=r"the weights need 5\d\d\.\d\d KiB as float32, 195\.31 KiB of memory are free"
+    ):
+        load_llm("llama-gqa-untied")
+    monkeypatch.setattr(CpuDevice, "memory_bytes", lambda _: 800_000)
+    with pytest.raises(OutOfMemory, match="one request of max_model_len=256 needs 16 KV blocks"):
+        load_llm("llama-gqa-untied", max_model_len=256)
+
+
+def test_a_tensor_of_another_shape_is_found_before_memory_is_taken(
+    load_llm: LoadLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY / "qwen2", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 144}))
+    monkeypatch.setattr(CpuDevice, "allocate", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(
+        CheckpointError, match=r"mlp.gate_proj.weight has shape \[128, 64\], its config asks for \[144, 64\]"
+    ):
+        load_llm(model)
 
 
 def test_unknown_engine_options_are_refused_by_name() -> None:
