@@ -97,7 +97,7 @@ ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its ty
     ),
     "kv_cache_memory_bytes": (
         size,
-        "Memory of the KV cache, such as 512MiB or 4GiB. Default: 40 % of what is free once the weights are loaded.",
+        "Memory of the KV cache, such as 512MiB or 4GiB. Default: 40 % of what is free beside the weights.",
     ),
     "max_num_batched_tokens": (
         tokens,

@@ -92,6 +92,30 @@ def test_each_parameter_is_filled_and_counted() -> None:
     assert sizes == [6 * 3 * 4, 2 * 3 * 4]
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+def test_values_survive_the_conversion_exactly(kind: type) -> None:
+    values = [[0.0, -0.0, 1.0, -2.5], [65504.0, 6e-5, -3e-39, 1e-45], [np.inf, -np.inf, 240, 0.1]]
+    source: Array = np.array(values).astype(kind)
+    out = np.empty(source.shape, np.float32)
+    copy_converted(source, out)
+    assert np.array_equal(out, source.astype(np.float32))
+    assert np.array_equal(np.signbit(out), np.signbit(source.astype(np.float32)))
+
+
+def test_bfloat16_goes_into_a_part_of_a_buffer_and_from_a_read_only_view() -> None:
+    source: Array = np.array([1.5, -0.25, 3.0, 8.0], ml_dtypes.bfloat16).reshape(2, 2)
+    source.flags.writeable = False
+    out = np.zeros((4, 2), np.float32)
+    copy_converted(source, out[1:3])
+    assert out.tolist() == [[0, 0], [1.5, -0.25], [3, 8], [0, 0]]
+
+
+def test_bfloat16_nan_stays_nan() -> None:
+    out = np.zeros(1, np.float32)
+    copy_converted(np.array([np.nan], ml_dtypes.bfloat16), out)
+    assert np.isnan(out[0])
+
+
 def test_bfloat16_is_copied_as_it_is_into_bfloat16() -> None:
     source = np.array([1.5, -0.25], ml_dtypes.bfloat16)
     out = np.zeros(2, ml_dtypes.bfloat16)
