@@ -21,6 +21,8 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 MAX_EXPERTS = 4096
 MAX_INTEGER = 2**31 - 1  # of any count or id
+MAX_NUMBER, MIN_NUMBER = 1e30, 1e-30  # what float32 arithmetic can work with
+LIMITS = {"threads": 1024, "kv_cache_memory_bytes": 2**63 - 1}  # of engine options; of the others MAX_INTEGER
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "frequency_factors")
 T = TypeVar("T", int, float)
 
@@ -151,8 +153,8 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._number(key, default, float, 0.0)
-        if value <= 0:
-            raise ConfigError(f"config.json: {key} is {value}, must be above 0")
+        if not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise ConfigError(f"config.json: {key} is {value}, must be above 0 (from {MIN_NUMBER:g} to {MAX_NUMBER:g})")
         return value
 
     def optional_number(self, key: str) -> float | None:
@@ -195,7 +197,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """An eos_token_id as it occurs in the wild: absent, one id, or a list of ids."""
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int):
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER:
             raise ConfigError(f"{where} is {value!r}, must be an id or a list of ids")
     return tuple(ids)
 
@@ -265,6 +267,14 @@ def read_rope(c: Fields, scaling: Mapping[str, Any], head_dim: int, local: bool 
         raise ConfigError(
             f"rope rotates {rotary_dim} of head_dim {head_dim} elements, must be even and at most head_dim"
         )
+    theta = s.number("rope_theta") if "rope_theta" in s.values else s.number(theta_key)
+    if theta <= 1:
+        raise ConfigError(f"config.json: rope_theta is {theta:g}, must be above 1")
+    return RopeConfig(theta, rotary_dim, kind, **read_rope_scaling(c, s, kind, rotary_dim // 2))
+
+
+def read_rope_scaling(c: Fields, s: Fields, kind: str, num_frequencies: int) -> dict[str, Any]:
+    """The fields of RopeConfig that a kind has. c: config.json; s: its rope mapping."""
     options: dict[str, Any] = {}
     if kind in ("linear", "llama3", "yarn"):
         options["factor"] = s.number("factor")
@@ -284,13 +294,11 @@ def read_rope(c: Fields, scaling: Mapping[str, Any], head_dim: int, local: bool 
         options |= {"beta_fast": s.number("beta_fast", default=32.0), "beta_slow": s.number("beta_slow", default=1.0)}
         options["truncate"] = s.boolean("truncate", default=True)
     if kind == "frequency_factors":
-        options["frequency_factors"] = tuple(float(f) for f in s.get("factors", ()))
-        if len(options["frequency_factors"]) != rotary_dim // 2:
-            raise ConfigError(
-                f"rope has {len(options['frequency_factors'])} frequency factors, must be {rotary_dim // 2}"
-            )
-    theta = s.number("rope_theta") if "rope_theta" in s.values else s.number(theta_key)
-    return RopeConfig(theta=theta, rotary_dim=rotary_dim, kind=kind, **options)
+        factors = [Fields({"factors": f}).number("factors") for f in s.list("factors", [])]
+        if len(factors) != num_frequencies:
+            raise ConfigError(f"rope has {len(factors)} frequency factors, must be {num_frequencies}")
+        options["frequency_factors"] = tuple(factors)
+    return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +351,9 @@ class EngineConfig:
         value = getattr(self, name)
         if not is_integer(value) or value < 1:
             raise ConfigError(f"{name} is {value!r}, must be an integer of at least 1")
+        maximum = LIMITS.get(name, MAX_INTEGER)
+        if value > maximum:
+            raise ConfigError(f"{name} is {value!r}, must be at most {maximum}")
 
     def _one_of(self, name: str, choices: Sequence[str]) -> None:
         value = getattr(self, name)

@@ -187,10 +187,11 @@ def make_scheduler(pool_size: PoolSize, config: EngineConfig) -> Scheduler:
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every end-of-text id that config.json, generation_config.json or the tokenizer names."""
+    """Every end-of-text id of the vocabulary that config.json, generation_config.json or the tokenizer names."""
     generation = token_ids(checkpoint.generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
     of_tokenizer = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return frozenset((*model_config.eos_token_ids, *generation, *of_tokenizer))
+    named = (*model_config.eos_token_ids, *generation, *of_tokenizer)
+    return frozenset(i for i in named if i < model_config.vocab_size)
 
 
 def weight_progress(lowered: Lowered, on_progress: Progress | None) -> Callable[[int], None]:

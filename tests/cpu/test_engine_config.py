@@ -40,3 +40,15 @@ def test_options_are_kept_and_cannot_be_changed_later() -> None:
     assert (config.block_size, config.max_num_seqs, config.max_num_batched_tokens) == (32, 8, 8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_size = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 10**9}, "threads is 1000000000, must be at most 1024"),
+        ({"block_size": 2**31}, "block_size is 2147483648, must be at most 2147483647"),
+    ],
+)
+def test_an_option_that_no_machine_could_honour_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_options(options)

@@ -133,6 +133,34 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     (minimal_config("qwen3_moe", mlp_only_layers=1), "config.json: mlp_only_layers is 1, must be a list"),
     (minimal_config("qwen3_moe", norm_topk_prob=1), "config.json: norm_topk_prob is 1, must be true or false"),
     (minimal_config("llama", rope_theta=0), "config.json: rope_theta is 0.0, must be above 0"),
+    (minimal_config("llama", rope_theta=1), "config.json: rope_theta is 1, must be above 1"),
+    (
+        minimal_config("llama", rms_norm_eps=1e300),
+        "config.json: rms_norm_eps is 1e+300, must be above 0 (from 1e-30 to",
+    ),
+    (minimal_config("llama", vocab_size=10**30), f"config.json: vocab_size is {10**30}, must be at most 2147483647"),
+    (
+        minimal_config("llama", num_hidden_layers=10**30),
+        f"config.json: num_hidden_layers is {10**30}, must be an integer",
+    ),
+    (minimal_config("llama", eos_token_id=10**20), f"config.json: eos_token_id is {10**20}, must be an id or a list"),
+    (minimal_config("llama", eos_token_id=-1), "config.json: eos_token_id is -1, must be an id or a list"),
+    (
+        minimal_config("mixtral", num_local_experts=10**9),
+        "config.json: the number of experts is 1000000000, must be at",
+    ),
+    (
+        minimal_config("llama", rope_scaling={"rope_type": "frequency_factors", "factors": 5}),
+        "config.json: factors is 5, must be a list",
+    ),
+    (
+        minimal_config("llama", rope_scaling={"rope_type": "frequency_factors", "factors": ["x"]}),
+        "config.json: factors is 'x', must be a number",
+    ),
+    (
+        minimal_config("phi3", rope_scaling={"type": "yarn", "factor": 2.0}),
+        "rope type 'yarn' of a Phi-3 config.json means longrope, which is not supported",
+    ),
     (minimal_config("llama", rope_scaling="dynamic"), "config.json: rope_scaling is 'dynamic', must be a mapping"),
     (minimal_config("llama", rope_parameters=[1]), "config.json: rope_parameters is [1], must be a mapping"),
     (
