@@ -337,8 +337,11 @@ class EngineConfig:
         self._one_of("dtype", ("auto", "float32"))
         if not is_integer(self.max_logprobs) or self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs!r}, must be -1 (no cap), 0 or more")
-        if self.seed is not None and not is_integer(self.seed):
-            raise ConfigError(f"seed is {self.seed!r}, must be an integer")
+        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise ConfigError(f"seed is {self.seed!r}, must be an integer of 64 bits")
+        for name in ("revision", "hf_token", "chat_template"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be a string")
         if not isinstance(self.enable_chunked_prefill, bool):
             raise ConfigError(f"enable_chunked_prefill is {self.enable_chunked_prefill!r}, must be true or false")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -278,5 +278,5 @@ def read_template(given: str | None) -> str | None:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no possible path
         raise ConfigError(f"chat template {given!r} is neither a template nor a readable file: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,18 @@ def test_close_ends_the_threads() -> None:
     worker.join(timeout=5)
     assert not worker.is_alive()
     team.close()  # a second time changes nothing
+
+
+def test_a_team_that_is_dropped_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    team = Team(3)
+    workers = set(threading.enumerate()) - before
+    assert len(workers) == 2
+    del team
+    gc.collect()
+    for worker in workers:
+        worker.join(timeout=5)
+        assert not worker.is_alive()
 
 
 def test_many_small_runs_finish() -> None:

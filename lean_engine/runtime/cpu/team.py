@@ -7,6 +7,7 @@ on a queue and never spin: another busy process slows a step down in proportion 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
@@ -67,6 +68,7 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._workers = [Worker(f"lean-engine-{i}") for i in range(1, num_threads)]
+        self._stop = weakref.finalize(self, stop_all, self._workers)  # a team that is dropped ends its threads too
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run up to num_threads tasks at once; return when all are done. A task's exception is raised here."""
@@ -81,10 +83,13 @@ class Team:
             raise errors[0]
 
     def close(self) -> None:
-        """End the workers' threads."""
-        for worker in self._workers:
-            worker.stop()
-        self._workers = []
+        """End the workers' threads; the team is not used again."""
+        self._stop()
+
+
+def stop_all(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.stop()
 
 
 def split(count: int, parts: int) -> list[slice]:
