@@ -12,7 +12,6 @@ One thread at a time may use an LLM; no signal handlers are installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,7 +266,7 @@ class LLM:
                 tokenizer = self.engine.tokenizer
                 deltas = [completion(a, tokenizer, *shown[a.index]) for a in group.answers]
                 shown = [(len(a.text), len(a.token_ids)) for a in group.answers]
-                yield replace(group.output(tokenizer), outputs=deltas)
+                yield group.output(tokenizer, deltas)
         finally:
             self.engine.abort(group.request_id)
 

@@ -73,6 +73,7 @@ class Answer:
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0  # of the chosen tokens in logprobs
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -87,6 +88,7 @@ class Answer:
                 self.finish_reason, self.stop_reason = "stop", self.detokenizer.stopped
         self.token_ids += token_ids[:num_kept]
         self.logprobs += logprobs[:num_kept]
+        self.cumulative_logprob += sum(float(entry.logprobs[0]) for entry in logprobs[:num_kept])
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
         """End the answer unless a stop string already has; held text comes out."""
@@ -108,19 +110,22 @@ class Group:
     answers: list[Answer]
     arrival_time: float
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt positions 1, 2, …
+    _prompt_dicts: list[LogprobDict | None] = field(
+        default_factory=lambda: [None]
+    )  # the same for the user, as asked for
 
     @property
     def is_finished(self) -> bool:
         return all(a.finish_reason is not None for a in self.answers)
 
-    def output(self, tokenizer: Tokenizer | None) -> RequestOutput:
-        """Everything so far."""
+    def output(self, tokenizer: Tokenizer | None, outputs: list[CompletionOutput] | None = None) -> RequestOutput:
+        """Everything so far; a stream gives the answers' outputs, which hold only what is new."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(tokenizer),
-            outputs=[completion(a, tokenizer) for a in self.answers],
+            outputs=[completion(a, tokenizer) for a in self.answers] if outputs is None else outputs,
             finished=self.is_finished,
             num_cached_tokens=self._first().num_cached_tokens,
             metrics=self._metrics(),
@@ -135,7 +140,9 @@ class Group:
         if self.params.prompt_logprobs is None:
             return None
         decode = tokenizer.token_text if tokenizer is not None and self.params.detokenize else None
-        return [None, *(to_dicts(entry, decode) for entry in self.prompt_logprobs)]
+        new = self.prompt_logprobs[len(self._prompt_dicts) - 1 :]
+        self._prompt_dicts += [to_dicts(entry, decode) for entry in new]
+        return list(self._prompt_dicts)
 
     def _metrics(self) -> RequestMetrics:
         requests = [a.request for a in self.answers if a.request is not None]
@@ -162,7 +169,7 @@ def completion(
         index=answer.index,
         text=answer.text[since_text:],
         token_ids=answer.token_ids[since_token:],
-        cumulative_logprob=sum(float(e.logprobs[0]) for e in answer.logprobs) if has_logprobs else None,
+        cumulative_logprob=answer.cumulative_logprob if has_logprobs else None,
         logprobs=[to_dicts(entry, decode) for entry in entries] if has_logprobs else None,
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
