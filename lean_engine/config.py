@@ -245,7 +245,9 @@ def read_ropes(c: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     transformers 4: rope_theta and rope_scaling beside each other (Gemma 3: rope_local_base_freq for sliding layers).
     transformers 5: rope_parameters, flat or one mapping per layer type.
     """
-    nested, scaling = c.mapping("rope_parameters"), c.mapping("rope_scaling")
+    nested, scaling = c.mapping("rope_parameters"), dict(c.mapping("rope_scaling"))
+    if "type" in scaling:  # the older key; whatever rope_parameters says, this mapping names its own kind
+        scaling["rope_type"] = scaling.get("rope_type") or scaling["type"]
     if "full_attention" in nested or "sliding_attention" in nested:
         full, sliding = (Fields(nested).mapping(kind) for kind in ("full_attention", "sliding_attention"))
         return read_rope(c, {**full, **scaling}, head_dim), read_rope(c, sliding, head_dim, local=True)

@@ -11,6 +11,7 @@ One thread at a time may use an LLM; no signal handlers are installed.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,8 @@ class LLM:
         Raises:
             RequestError: a prompt or a value is wrong; nothing has run then.
         """
+        if not isinstance(prompts, str | Mapping | list | tuple):
+            raise RequestError(f"prompts is {prompts!r}, must be a prompt or a list of them", param="prompt")
         items: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(len(items), sampling_params)
         encoded = [self._encode(item) for item in items]
@@ -135,6 +138,8 @@ class LLM:
         Raises:
             RequestError: a message is malformed, or the template refuses the conversation with its own message.
         """
+        if not isinstance(messages, list | tuple):
+            raise RequestError(f"messages is {messages!r}, must be a list of messages", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_for(len(conversations), sampling_params)
         prompts = [
@@ -167,8 +172,7 @@ class LLM:
         else:
             text = self.render(prompt)
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-        group = self._add(text, ids, self._params_for(1, sampling_params)[0])
-        return self._stream(group)
+        return self._stream(text, ids, self._params_for(1, sampling_params)[0])
 
     def render(
         self,
@@ -183,6 +187,9 @@ class LLM:
         """A conversation as the prompt text that chat sends."""
         from lean_engine.text.chat import render_chat
 
+        taken = {"template", "messages", "documents", "bos_token", "eos_token"} & set(template_kwargs)
+        if taken:
+            raise RequestError(f"chat_template_kwargs must not hold {min(taken)}", param="chat_template_kwargs")
         tokenizer = self.tokenizer
         return render_chat(
             read_template(chat_template) or self._template or tokenizer.chat_template,
@@ -214,6 +221,10 @@ class LLM:
             given = self.default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, list | tuple) or not all(isinstance(p, SamplingParams) for p in given):
+            raise RequestError(
+                f"sampling_params is {given!r}, must be a SamplingParams or a list of them", param="sampling_params"
+            )
         if len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
         return given
@@ -221,12 +232,17 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Mapping):
+            raise RequestError(
+                f'a prompt is {reprlib.repr(prompt)}; must be a string or {{"prompt_token_ids": ids}}', param="prompt"
+            )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if isinstance(text, str) and ids is None:
             return text, self.tokenizer.encode(text)
         if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise RequestError(
-                f"a prompt is {prompt!r}; must be a string, or a mapping with prompt_token_ids, a list of integers",
+                f"a prompt is {reprlib.repr(dict(prompt))}; must be a string, or a mapping with prompt_token_ids, "
+                "a list of integers",
                 param="prompt",
             )
         return text, list(ids)
@@ -255,17 +271,22 @@ class LLM:
             raise
         return [group.output(self.engine.tokenizer) for group in groups]
 
-    def _stream(self, group: Group) -> Iterator[RequestOutput]:
+    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
         from lean_engine.engine.outputs import completion
 
+        group = self._add(text, ids, params)
         shown = [(0, 0)] * len(group.answers)  # characters and tokens yielded so far
         try:
-            while not group.is_finished:
-                if group not in self.engine.step():
+            is_last = False
+            while not is_last:
+                self.engine.step()
+                is_last = group.is_finished  # by this step, or by one that somebody else ran meanwhile
+                now = [(len(a.text), len(a.token_ids)) for a in group.answers]
+                if now == shown and not is_last:
                     continue
                 tokenizer = self.engine.tokenizer
                 deltas = [completion(a, tokenizer, *shown[a.index]) for a in group.answers]
-                shown = [(len(a.text), len(a.token_ids)) for a in group.answers]
+                shown = now
                 yield group.output(tokenizer, deltas)
         finally:
             self.engine.abort(group.request_id)

@@ -60,7 +60,8 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run a command line (None = the program's own); return the exit code. What went wrong has been printed."""
     try:
         code = cli.main(args, prog_name="lean-engine", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started the program
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         print_error(usage_message(error))
@@ -68,6 +69,10 @@ def run(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
+        forget_stdout()
+        return 1
+    except (OSError, UnicodeError) as error:  # standard streams: a full disk, bytes that are no text
+        print_error(str(error))
         forget_stdout()
         return 1
     except LeanEngineError as error:
@@ -96,4 +101,5 @@ def usage_message(error: click.ClickException) -> str:
 
 def forget_stdout() -> None:
     """The reader has gone: let the interpreter's last flush go nowhere instead of failing."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -59,6 +59,8 @@ def command(model: str | None, system: str | None, sampling: dict[str, Any], eng
     "The model's" sampling values are those its generation_config.json recommends; where it recommends none, answers
     are greedy (temperature 0).
     """
+    if sys.stdin is None:
+        raise click.UsageError("chat reads messages from standard input, which is closed")
     SamplingParams(**sampling)  # refuses a bad value before the model is loaded
     with open_llm(model, engine) as llm:
         chat = Conversation(llm, system, chat_params(llm, sampling))

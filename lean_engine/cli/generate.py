@@ -133,6 +133,8 @@ def refuse_unused(
 def read_prompts(texts: Sequence[str], files: Sequence[Path], has_stdin: bool) -> list[str]:
     prompts = [*texts, *(read_prompt(path) for path in files)]
     if has_stdin:
+        if sys.stdin is None:
+            raise click.UsageError("- reads the prompt from standard input, which is closed")
         prompts.append(decode(sys.stdin.buffer.read(), "standard input"))
     if not prompts:
         raise click.UsageError("no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input")

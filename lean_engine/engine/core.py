@@ -1,13 +1,15 @@
 """Engine: the step, and the requests' way in and out.
 
-One thread drives it: `add`, `abort` and `step` are never called at the same time. A request that is wrong is refused by
+One thread drives it at a time: a step or an add during another one is refused. A request that is wrong is refused by
 `add`; one whose logits are damaged ends with finish_reason "error". Neither touches the others.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lean_engine.config import ModelConfig
 from lean_engine.engine.outputs import Answer, Group
@@ -21,6 +23,8 @@ from lean_engine.scheduling.request import Request
 from lean_engine.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan, StepUpdate
 from lean_engine.text.detokenizer import IncrementalDetokenizer
 from lean_engine.text.tokenizer import Tokenizer
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of successive requests: odd, so that none repeats
 
 
 class Engine:
@@ -53,6 +57,9 @@ class Engine:
         self.seed = seed
         self.sampler = Sampler(model_config.vocab_size)
         self.num_steps = 0
+        self._num_unseeded = 0  # requests that the engine's seed has served
+        self._is_closed = False
+        self._turn = threading.Lock()  # held during add and step
         self._groups: dict[str, Group] = {}  # unfinished
         self._group_of: dict[str, Group] = {}  # by the scheduler's request ids
 
@@ -81,6 +88,23 @@ class Engine:
         Raises:
             RequestError: it can never be served here; nothing has changed then.
         """
+        with self._in_turn():
+            return self._add(request_id, prompt_token_ids, params, prompt)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        if self._is_closed:
+            raise RequestError("the engine is closed; load the model again", status=503)
+        if not self._turn.acquire(blocking=False):
+            raise RequestError("another thread is using this engine; one may use it at a time", status=503)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None
+    ) -> Group:
         self._check(request_id, prompt_token_ids, params)
         now = time.monotonic()
         group = Group(request_id, prompt, list(prompt_token_ids), params, [], now)
@@ -145,7 +169,8 @@ class Engine:
             answer_index=index,
         )
         if params.seed is None and self.seed is not None:
-            state.seed = (self.seed + index) % 2**64
+            state.seed = (self.seed + SEED_STRIDE * self._num_unseeded) % 2**64
+            self._num_unseeded += 1
         return state
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
@@ -173,6 +198,10 @@ class Engine:
 
     def step(self) -> list[Group]:
         """Run one step; return the requests that got something new: text, tokens or their end."""
+        with self._in_turn():
+            return self._step()
+
+    def _step(self) -> list[Group]:
         plan = self.scheduler.plan(time.monotonic())
         if plan is None:
             return []
@@ -238,7 +267,7 @@ class Engine:
         for update in updates:
             request = update.request
             answer: Answer = request.payload
-            answer.take(update.new_token_ids, sampled[id(request)].logprobs)
+            answer.take(update.new_token_ids, sampled[id(request)].logprobs, request.finish_reason == "stop")
             if answer.finish_reason is not None and not update.finished:
                 self.scheduler.finish(request.request_id, "stop", answer.stop_reason, now=time.monotonic())
             if request.is_finished:
@@ -275,6 +304,7 @@ class Engine:
         """Abort what runs and give the device back."""
         for request_id in list(self._groups):
             self.abort(request_id)
+        self._is_closed = True
         self.runner.close()
 
 

@@ -78,11 +78,17 @@ class Answer:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Accept a step's tokens; a stop string cuts text, ids and log-probabilities at the same place."""
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], ends_by_token: bool = False) -> None:
+        """Accept a step's tokens; a stop string cuts text, ids and log-probabilities at the same place.
+
+        Args:
+            ends_by_token: the last one is eos or a stop token: kept among the ids, and out of the text unless
+                include_stop_str_in_output.
+        """
         num_kept = len(token_ids)
         if self.detokenizer is not None:
-            self.text += self.detokenizer.append(token_ids)
+            is_silent = ends_by_token and not self.params.include_stop_str_in_output
+            self.text += self.detokenizer.append(token_ids[:-1] if is_silent else token_ids)
             if self.detokenizer.stopped is not None:
                 num_kept = self.detokenizer.num_tokens_kept - len(self.token_ids)
                 self.finish_reason, self.stop_reason = "stop", self.detokenizer.stopped

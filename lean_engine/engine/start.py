@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
+
+import numpy as np
 
 from lean_engine import models
 from lean_engine.checkpoint import Checkpoint, open_checkpoint
@@ -76,7 +78,7 @@ def start_engine(
         model, revision=config.revision, token=config.hf_token, load_format=config.load_format, progress=progress
     )
     model_config = models.configure(checkpoint.config)
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, is_optional=config.load_format == "dummy")
     device = CpuDevice(config.threads)
     try:
         return assemble(checkpoint, model_config, tokenizer, device, config, on_progress)
@@ -93,6 +95,8 @@ def assemble(
     config: EngineConfig,
     on_progress: Progress | None,
 ) -> Started:
+    if model_config.tie_word_embeddings and has_own_head(checkpoint):
+        model_config = replace(model_config, tie_word_embeddings=False)
     limit = max_model_len_of(model_config, config)
     lowered = compile_model(model_config, device, limit)
     checkpoint.expect(expected_shapes(lowered.parameters))
@@ -123,6 +127,14 @@ def assemble(
     return Started(engine, checkpoint, lowered, pool_size)
 
 
+def has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint whose config ties the head to the embedding holds another head; it counts then."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not {head, embedding} <= set(checkpoint.names()):
+        return False
+    return not np.array_equal(checkpoint.tensor(head), checkpoint.tensor(embedding))
+
+
 def compile_model(model_config: ModelConfig, device: Device, max_positions: int) -> Lowered:
     return lower(optimize(models.build(model_config, device.compute_dtype, max_positions)))
 
@@ -132,8 +144,11 @@ def weight_bytes(lowered: Lowered) -> int:
     return sum(p.value.type.num_bytes({}) for p in lowered.parameters if not isinstance(p.source, RopeTable))
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def load_tokenizer(checkpoint: Checkpoint, is_optional: bool) -> Tokenizer | None:
+    """The model's tokenizer; None where there is no file of one and it is optional."""
     source = checkpoint.tokenizer_source
+    if is_optional and not isinstance(source, dict) and not (source / "tokenizer.json").exists():
+        return None
     return Tokenizer.from_gguf(source) if isinstance(source, dict) else Tokenizer.from_directory(source)
 
 
@@ -169,7 +184,13 @@ def size_kv_pool(
     }
     if config.max_model_len is None:
         limit = fit_max_model_len(max_model_len=limit, **memory)
-    return size_pool(max_model_len=limit, max_num_seqs=config.max_num_seqs, **memory)
+    pool_size = size_pool(max_model_len=limit, max_num_seqs=config.max_num_seqs, **memory)
+    if pool_size.kv_bytes > free_bytes - weight_bytes:
+        raise OutOfMemory(
+            f"{pool_size.num_blocks} KV blocks need {format_bytes(pool_size.kv_bytes)}, "
+            f"{format_bytes(free_bytes - weight_bytes)} of memory are free beside the weights"
+        )
+    return pool_size
 
 
 def make_scheduler(pool_size: PoolSize, config: EngineConfig) -> Scheduler:

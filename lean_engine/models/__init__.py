@@ -39,6 +39,8 @@ def configure(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"config.json: num_hidden_layers is {num_layers!r}, must be an integer from 1 to {MAX_LAYERS}"
         )
+    if raw.get("quantization_config"):
+        raise ConfigError(f"config.json: quantization_config {str(raw['quantization_config'])[:80]} is not supported")
     config: ModelConfig = FAMILIES[model_type][1].configure({**raw, "model_type": model_type})
     return config
 

@@ -26,6 +26,8 @@ def configure(raw: Mapping[str, Any]) -> ModelConfig:
     bias = gemma2.read_bias(c)
     period = c.integer("sliding_window_pattern", default=c.integer("_sliding_window_pattern", default=6))
     kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(raw["num_hidden_layers"])]
+    # Gemma 3's attention has no soft-cap: transformers reads the key and does not use it.
+    raw = {**raw, "attn_logit_softcapping": None}
     return ModelConfig.from_json(raw, DEFAULTS | {"layer_types": kinds}, qkv_bias=bias, o_bias=bias)
 
 

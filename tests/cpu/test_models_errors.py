@@ -133,6 +133,13 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     (minimal_config("qwen3_moe", mlp_only_layers=1), "config.json: mlp_only_layers is 1, must be a list"),
     (minimal_config("qwen3_moe", norm_topk_prob=1), "config.json: norm_topk_prob is 1, must be true or false"),
     (minimal_config("llama", rope_theta=0), "config.json: rope_theta is 0.0, must be above 0"),
+    (
+        minimal_config(
+            "llama", rope_parameters={"rope_type": "default"}, rope_scaling={"type": "dynamic", "factor": 2.0}
+        ),
+        "rope type 'dynamic' is not supported",
+    ),
+    (minimal_config("llama", quantization_config={"quant_method": "fp8"}), "config.json: quantization_config {'quant_"),
     (minimal_config("llama", rope_theta=1), "config.json: rope_theta is 1, must be above 1"),
     (
         minimal_config("llama", rms_norm_eps=1e300),

@@ -282,6 +282,50 @@ def test_damaged_logits_fail_their_request_alone_and_poison_nobody(load_llm: Loa
     assert_idle(llm)
 
 
+def test_values_of_a_wrong_type_are_refused_and_the_engine_lives(load_llm: LoadLLM) -> None:
+    llm = load_llm("qwen2")
+    wrong: list[tuple[Any, ...]] = [(None,), (5,), ([[1, 2]],), ([None],), ("a", {"temperature": 0}), ("a", [None])]
+    for arguments in wrong:
+        with pytest.raises(RequestError):
+            llm.generate(*arguments)
+    for messages in (None, 5, {"role": "user"}):
+        with pytest.raises(RequestError):
+            llm.chat(messages)
+    with pytest.raises(RequestError, match="must not hold bos_token"):
+        llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"bos_token": "x"})
+    assert_idle(llm)
+
+
+def test_a_closed_engine_says_so(load_llm: LoadLLM) -> None:
+    llm = load_llm()
+    llm.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        llm.generate("x")
+
+
+def test_two_threads_at_once_are_refused(load_llm: LoadLLM) -> None:
+    engine = load_llm().engine
+    with engine._in_turn(), pytest.raises(RequestError, match="another thread is using this engine"):
+        engine.step()
+
+
+def test_kv_blocks_beyond_the_memory_are_refused(load_llm: LoadLLM) -> None:
+    with pytest.raises(OutOfMemory, match=r"10000001 KV blocks need .* are free beside the weights"):
+        load_llm("qwen2", num_gpu_blocks_override=10**7)
+
+
+def test_a_head_of_its_own_counts_whatever_the_config_says(load_llm: LoadLLM, tmp_path: Path) -> None:
+    """As in transformers: tied only where the checkpoint does not hold two different tensors."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY / "llama-gqa-untied", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    prompts = prompts_of(2)
+    assert ids_of(load_llm(model).generate(prompts, GREEDY)) == ids_of(
+        load_llm("llama-gqa-untied").generate(prompts, GREEDY)
+    )
+
+
 # -- seeds
 
 
@@ -306,8 +350,10 @@ def test_answers_of_one_seeded_request_differ_and_repeat(load_llm: LoadLLM) -> N
 
 def test_the_engines_seed_makes_unseeded_requests_repeatable(load_llm: LoadLLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
-    first, second = (ids_of(load_llm(seed=9).generate(prompts_of(2), params)) for _ in range(2))
+    prompts = [prompts_of(1)[0]] * 2
+    first, second = (ids_of(load_llm(seed=9).generate(prompts, params)) for _ in range(2))
     assert first == second
+    assert first[0] != first[1]  # each request has a seed of its own
 
 
 # -- aborts and leaks
@@ -386,6 +432,33 @@ def test_streamed_deltas_add_up_to_the_answer(load_llm: LoadLLM) -> None:
     assert deltas[-1].finish_reason == "length"
 
 
+def test_a_stream_keeps_what_another_call_computes_meanwhile(load_llm: LoadLLM) -> None:
+    llm = load_llm("qwen2")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (whole,) = llm.generate("The quick", params)
+    pieces = []
+    for index, output in enumerate(llm.stream("The quick", params)):
+        pieces.append(output.outputs[0])
+        if index == 2:
+            llm.generate("other", params)
+    assert [t for piece in pieces for t in piece.token_ids] == whole.outputs[0].token_ids
+    assert pieces[-1].finish_reason == "length"
+    stream = llm.stream("The quick", params)
+    del stream  # never started: nothing was queued
+    assert_idle(llm)
+
+
+def test_the_token_that_stops_is_kept_out_of_the_text(load_llm: LoadLLM) -> None:
+    llm, prompt = load_llm("qwen2"), prompts_of(1)[0]
+    greedy = stop_at(llm, prompt, ignore_eos=True).outputs[0].token_ids
+    at = greedy.index(greedy[5])
+    before = stop_at(llm, prompt, ignore_eos=True, max_tokens=at).outputs[0].text if at else ""
+    output = stop_at(llm, prompt, ignore_eos=True, stop_token_ids=[greedy[5]]).outputs[0]
+    assert (output.text, output.token_ids) == (before, greedy[: at + 1])
+    kept = stop_at(llm, prompt, ignore_eos=True, stop_token_ids=[greedy[5]], include_stop_str_in_output=True).outputs[0]
+    assert kept.text == stop_at(llm, prompt, ignore_eos=True, max_tokens=at + 1).outputs[0].text
+
+
 def test_output_has_vllms_form(load_llm: LoadLLM) -> None:
     llm = load_llm("qwen2")
     (output,) = llm.generate("Once upon a", SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0))
@@ -410,6 +483,14 @@ def test_output_has_vllms_form(load_llm: LoadLLM) -> None:
     assert metrics.first_token_time is not None
     assert metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_dummy_weights_need_no_tokenizer(load_llm: LoadLLM, tmp_path: Path) -> None:
+    shutil.copy(TINY / "qwen3" / "config.json", tmp_path / "config.json")
+    llm = load_llm(tmp_path, load_format="dummy")
+    assert len(ids_of(llm.generate({"prompt_token_ids": [1, 2]}, GREEDY))[0]) == 12
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        llm.generate("text", GREEDY)
 
 
 def test_dummy_weights_need_only_a_config(load_llm: LoadLLM, tmp_path: Path) -> None:
