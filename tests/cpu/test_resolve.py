@@ -91,7 +91,18 @@ def test_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["./m", "../no-such-model-here", "/no/such/dir", "~/no-such-dir", "~nobody-here/x", "a/b/c", "m.gguf", "a/m.gguf", "a\\b"]
+    "model",
+    [
+        "./m",
+        "../no-such-model-here",
+        "/no/such/dir",
+        "~/no-such-dir",
+        "~nobody-here/x",
+        "a/b/c",
+        "m.gguf",
+        "a/m.gguf",
+        "a\\b",
+    ],
 )
 def test_path_that_does_not_exist_says_so(model: str) -> None:
     assert failure(model) == f"{model}: no such file or directory"
