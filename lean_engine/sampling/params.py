@@ -49,7 +49,7 @@ class SamplingParams:
     prompt_logprobs: int | None  # the same per prompt token
     detokenize: bool
     skip_special_tokens: bool
-    spaces_between_special_tokens: bool
+    spaces_between_special_tokens: bool  # no tokenizer that is supported inserts any: both values give the same text
     logit_bias: Mapping[int, float]  # token id → [-100, 100]
     allowed_token_ids: tuple[int, ...] | None  # None = all
     bad_words: tuple[str, ...]
