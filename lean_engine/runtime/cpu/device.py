@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from lean_engine.ir.graph import Dims
 from lean_engine.memory.budget import available_memory_bytes
 from lean_engine.passes import Launch
 from lean_engine.passes.plan_memory import ALIGNMENT, align
-from lean_engine.runtime.cpu import attention, gemm, moe, rope_cache, rows
+from lean_engine.runtime.cpu import attention, blas, gemm, moe, rope_cache, rows
 from lean_engine.runtime.cpu.faster import Faster
 from lean_engine.runtime.cpu.scope import Call, Scope, in_turn
 from lean_engine.runtime.cpu.team import Team, split
@@ -97,12 +98,10 @@ class CpuDevice:
     compute_dtype = "float32"
 
     def __init__(self, threads: int | None = None) -> None:
-        from threadpoolctl import ThreadpoolController
-
         self.num_threads = threads or usable_cpus()
         self.team = Team(self.num_threads)
-        self._blas = ThreadpoolController().select(user_api="blas")
-        self._blas_limit = self._blas.limit(limits=1)
+        blas.hold()
+        self._release_blas = weakref.finalize(self, blas.release)  # closed or dropped, once
         self._constants: dict[Hashable, Any] = {}
 
     def allocate(self, shape: Sequence[int], dtype: str) -> Array:
@@ -148,13 +147,11 @@ class CpuDevice:
         return replay
 
     def _with_blas_threads(self, replay: Replay) -> None:
-        for library in self._blas.lib_controllers:
-            library.set_num_threads(self.num_threads)
+        blas.set_num_threads(self.num_threads)
         try:
             replay()
         finally:
-            for library in self._blas.lib_controllers:
-                library.set_num_threads(1)
+            blas.set_num_threads(1)
 
     def _capture_one(self, scope: Scope, args: LaunchArgs) -> list[Call]:
         entry = KERNELS[args.kernel]
@@ -175,4 +172,4 @@ class CpuDevice:
 
     def close(self) -> None:
         self.team.close()
-        self._blas_limit.restore_original_limits()
+        self._release_blas()
