@@ -142,8 +142,8 @@ class LLM:
             raise RequestError(f"messages is {messages!r}, must be a list of messages", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_for(len(conversations), sampling_params)
-        prompts = [
-            self.render(
+        encoded = [
+            self.encode_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -153,8 +153,6 @@ class LLM:
             )
             for conversation in conversations
         ]
-        # The template writes its own special tokens: adding the tokenizer's would double BOS.
-        encoded = [(text, self.tokenizer.encode(text, add_special_tokens=False)) for text in prompts]
         return self._run(encoded, params, on_progress)
 
     def stream(
@@ -167,12 +165,14 @@ class LLM:
         Text, token_ids and logprobs of each output hold only what is new. Leaving the iteration early aborts the
         request.
         """
-        if isinstance(prompt, str | Mapping):
-            text, ids = self._encode(prompt)
-        else:
-            text = self.render(prompt)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        text, ids = self._encode(prompt) if isinstance(prompt, str | Mapping) else self.encode_chat(prompt)
         return self._stream(text, ids, self._params_for(1, sampling_params)[0])
+
+    def encode_chat(self, messages: Any, **options: Any) -> tuple[str, list[int]]:
+        """A conversation as prompt text and token ids. options: those of render."""
+        text = self.render(messages, **options)
+        # The template writes its own special tokens: adding the tokenizer's would double BOS.
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     def render(
         self,

@@ -110,8 +110,7 @@ class Conversation:
         return group
 
     def _send(self, messages: list[dict[str, str]]) -> Group:
-        prompt = self.llm.render(messages)
-        ids = self.llm.tokenizer.encode(prompt, add_special_tokens=False)  # the template wrote them
+        prompt, ids = self.llm.encode_chat(messages)
         return self.llm.engine.add("chat", ids, self.params, prompt)
 
 

@@ -82,8 +82,7 @@ class Run:
         self.started = time.perf_counter()
         for index, question in enumerate(QUESTIONS):
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-            prompt = llm.render(messages)
-            ids = llm.tokenizer.encode(prompt, add_special_tokens=False)  # the template wrote them
+            prompt, ids = llm.encode_chat(messages)
             self.groups.append(llm.engine.add(str(index), ids, params, prompt))
             show(index, f"Q: {question}", dim=True)
 

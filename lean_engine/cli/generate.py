@@ -167,10 +167,10 @@ def is_message(llm: LLM, text: str, is_chat: bool | None) -> bool:
 
 
 def as_chat(llm: LLM, text: str, system: str | None) -> dict[str, Any]:
-    """A user's message as a prompt with its ids: the template writes its own special tokens."""
+    """A user's message as a prompt with its ids."""
     user = {"role": "user", "content": text}
-    prompt = llm.render([user] if system is None else [{"role": "system", "content": system}, user])
-    return {"prompt": prompt, "prompt_token_ids": llm.tokenizer.encode(prompt, add_special_tokens=False)}
+    prompt, ids = llm.encode_chat([user] if system is None else [{"role": "system", "content": system}, user])
+    return {"prompt": prompt, "prompt_token_ids": ids}
 
 
 def limited(llm: LLM, item: Prompt, params: SamplingParams) -> SamplingParams:

@@ -16,6 +16,7 @@ import numpy as np
 from lean_engine import models
 from lean_engine.checkpoint import Checkpoint, open_checkpoint
 from lean_engine.config import EngineConfig, ModelConfig, token_ids
+from lean_engine.dtypes import dtype
 from lean_engine.engine.core import Engine
 from lean_engine.engine.runner import Runner
 from lean_engine.errors import ConfigError, OutOfMemory
@@ -171,8 +172,9 @@ def size_kv_pool(
             f"the weights need {format_bytes(weight_bytes)} as {device.compute_dtype}, "
             f"{format_bytes(free_bytes)} of memory are free"
         )
+    element_bytes = dtype(device.compute_dtype).num_bytes
     block_bytes = kv_bytes_per_block(
-        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, 4
+        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, element_bytes
     )
     memory: PoolMemory = {
         "block_bytes": block_bytes,

@@ -1,4 +1,7 @@
-"""The commands as their users meet them: what is printed where, exit codes, and one line for every mistake."""
+"""The commands as their users meet them: what is printed where, exit codes, and one line for every mistake.
+
+One file, though long: every command is run through the same few calls, and the error lines are one table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine's promises on a tiny model: batching, chunking, preemption, aborts, errors, seeds, stops."""
+"""The engine's promises on a tiny model: batching, chunking, preemption, aborts, errors, seeds, stops.
+
+One file, though long: its tests share the prompts and the check that nothing is left behind.
+"""
 
 import json
 import random

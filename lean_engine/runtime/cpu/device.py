@@ -126,7 +126,7 @@ class CpuDevice:
     def workspace_bytes(self, launch: Launch, dims: Dims) -> int:
         shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
         scratch = KERNELS[launch.kernel].scratch(shapes, launch.scalars, self.num_threads)
-        return sum(align(4 * int(np.prod(shape))) for shape in scratch)
+        return sum(align(4 * math.prod(shape)) for shape in scratch)
 
     def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
         by_team = self._capture_all(launches, Scope(self.team, self._constants))
@@ -158,7 +158,7 @@ class CpuDevice:
         shapes = entry.scratch([a.shape for a in args.inputs], args.scalars, self.num_threads)
         scratch, start = [], 0
         for shape in shapes:
-            size = 4 * int(np.prod(shape))
+            size = 4 * math.prod(shape)
             scratch.append(args.workspace[start : start + size].view(np.float32).reshape(shape))
             start += align(size)
         count = len(args.outputs[0])

@@ -6,6 +6,7 @@ of its positions, are the same in every layer and are worked out once per step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -158,5 +159,5 @@ def qk_norm_rope_write_kv(scope: Scope, args: LaunchArgs, scratch: Scratch) -> l
 
 def carve(scratch: Array, *shape: int) -> Array:
     """The head of a scratch array in another shape."""
-    size = int(np.prod(shape))
+    size = math.prod(shape)
     return scratch.reshape(-1)[:size].reshape(shape)
