@@ -303,6 +303,10 @@ def read_rope_scaling(c: Fields, s: Fields, kind: str, num_frequencies: int) -> 
     return options
 
 
+HASH_ALGORITHMS = ("sha256", "builtin")
+POLICIES = ("fcfs", "priority")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine runs a model. Names and defaults follow vLLM where it has the same option."""
@@ -315,10 +319,15 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt and output; None = the model's context, fitted to the KV pool
     block_size: int = 16  # tokens per KV block
     num_gpu_blocks_override: int | None = None  # KV blocks, on whatever device; overrides the next
-    kv_cache_memory_bytes: int | None = None  # of KV blocks; None = a share of the free memory
+    kv_cache_memory_bytes: int | None = None  # of KV blocks; overrides the next
+    gpu_memory_utilization: float | None = None  # share of the device's whole memory for weights, workspace and KV
+    enable_prefix_caching: bool = True  # blocks of finished and running requests are found by their content
+    prefix_caching_hash_algo: str = "sha256"  # or "builtin": Python's hash, with tokens compared
     max_num_batched_tokens: int | None = None  # token budget of a step; None = 512, or max_model_len without chunking
     max_num_seqs: int = 128  # requests that run at once
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step or waits
+    long_prefill_token_threshold: int | None = None  # tokens of one prompt per step; see scheduling.Scheduler
+    scheduling_policy: str = "fcfs"  # or "priority": a request's priority counts, lower ones first
     max_logprobs: int = 20  # cap of logprobs and prompt_logprobs; -1 = no cap
     seed: int | None = None  # of requests that bring none; None = fresh entropy for each
     chat_template: str | None = None  # a Jinja template, or the path of one; None = the model's own
@@ -344,13 +353,32 @@ class EngineConfig:
         for name in ("revision", "hf_token", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be a string")
-        if not isinstance(self.enable_chunked_prefill, bool):
-            raise ConfigError(f"enable_chunked_prefill is {self.enable_chunked_prefill!r}, must be true or false")
+        for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be true or false")
+        self._one_of("prefix_caching_hash_algo", HASH_ALGORITHMS)
+        self._one_of("scheduling_policy", POLICIES)
+        self._check_utilization()
+        self._check_long_threshold()
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}; "
                 "every running request needs one token of the budget"
             )
+
+    def _check_utilization(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization is {share!r}, must be above 0 and at most 1")
+
+    def _check_long_threshold(self) -> None:
+        threshold = self.long_prefill_token_threshold
+        if threshold is None:
+            return
+        if not is_integer(threshold) or not 0 <= threshold <= MAX_INTEGER:
+            raise ConfigError(f"long_prefill_token_threshold is {threshold!r}, must be 0 (off) or a number of tokens")
+        if threshold and not self.enable_chunked_prefill:
+            raise ConfigError(f"long_prefill_token_threshold is {threshold}, but enable_chunked_prefill is false")
 
     def _at_least_one(self, name: str) -> None:
         value = getattr(self, name)

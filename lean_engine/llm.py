@@ -14,7 +14,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lean_engine.config import EngineConfig
 from lean_engine.errors import ConfigError, RequestError
@@ -22,11 +22,20 @@ from lean_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from lean_engine.engine.outputs import Group, RequestOutput
+    from lean_engine.scheduling.statistics import StepStats
     from lean_engine.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]  # text, or {"prompt": text}, or {"prompt_token_ids": ids}, or both: the ids count
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": …, "content": …} each
 GENERATION_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+class Encoded(NamedTuple):
+    """A prompt as the engine takes it."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
 
 
 class LLM:
@@ -93,13 +102,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all batched together.
 
         Args:
-            prompts: one or several: text, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one or several: text, {"prompt": text} or {"prompt_token_ids": ids}; with {"cache_salt": text}
+                in it, a prompt shares cached blocks only with those of the same salt.
             sampling_params: for all, or one each; None = default_sampling_params().
+            priority: one per prompt, lower ones first, under scheduling_policy "priority".
             on_progress: told of (requests finished, requests in all).
 
         Returns:
@@ -112,8 +124,7 @@ class LLM:
             raise RequestError(f"prompts is {prompts!r}, must be a prompt or a list of them", param="prompt")
         items: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(len(items), sampling_params)
-        encoded = [self._encode(item) for item in items]
-        return self._run(encoded, params, on_progress)
+        return self._run([self._encode(item) for item in items], params, priority, on_progress)
 
     def chat(
         self,
@@ -125,6 +136,8 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
@@ -133,6 +146,7 @@ class LLM:
             messages: a conversation is a list of {"role", "content"}; a list of such lists is several.
             chat_template: a Jinja template to use instead of the model's.
             chat_template_kwargs: further variables for the template.
+            cache_salt: of all conversations.
             The others are as in generate.
 
         Raises:
@@ -142,18 +156,15 @@ class LLM:
             raise RequestError(f"messages is {messages!r}, must be a list of messages", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_for(len(conversations), sampling_params)
-        encoded = [
-            self.encode_chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        return self._run(encoded, params, on_progress)
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        encoded = [Encoded(*self.encode_chat(conversation, **options), cache_salt) for conversation in conversations]
+        return self._run(encoded, params, priority, on_progress)
 
     def stream(
         self,
@@ -165,8 +176,8 @@ class LLM:
         Text, token_ids and logprobs of each output hold only what is new. Leaving the iteration early aborts the
         request.
         """
-        text, ids = self._encode(prompt) if isinstance(prompt, str | Mapping) else self.encode_chat(prompt)
-        return self._stream(text, ids, self._params_for(1, sampling_params)[0])
+        encoded = self._encode(prompt) if isinstance(prompt, str | Mapping) else Encoded(*self.encode_chat(prompt))
+        return self._stream(encoded, self._params_for(1, sampling_params)[0])
 
     def encode_chat(self, messages: Any, **options: Any) -> tuple[str, list[int]]:
         """A conversation as prompt text and token ids. options: those of render."""
@@ -202,6 +213,14 @@ class LLM:
             **template_kwargs,
         )
 
+    def stats(self) -> StepStats:
+        """Requests, KV blocks and tokens after the latest step, and prefix-cache totals since the start."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached KV block."""
+        self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Give threads and memory back."""
         self.engine.close()
@@ -229,38 +248,45 @@ class LLM:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
         return given
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> Encoded:
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return Encoded(prompt, self.tokenizer.encode(prompt))
         if not isinstance(prompt, Mapping):
             raise RequestError(
                 f'a prompt is {reprlib.repr(prompt)}; must be a string or {{"prompt_token_ids": ids}}', param="prompt"
             )
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        text, ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
         if isinstance(text, str) and ids is None:
-            return text, self.tokenizer.encode(text)
+            return Encoded(text, self.tokenizer.encode(text), salt)
         if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise RequestError(
                 f"a prompt is {reprlib.repr(dict(prompt))}; must be a string, or a mapping with prompt_token_ids, "
                 "a list of integers",
                 param="prompt",
             )
-        return text, list(ids)
+        return Encoded(text, list(ids), salt)
 
-    def _add(self, prompt: str | None, ids: list[int], params: SamplingParams) -> Group:
+    def _add(self, prompt: Encoded, params: SamplingParams, priority: int = 0) -> Group:
         self._num_requests += 1
-        return self.engine.add(str(self._num_requests - 1), ids, params, prompt)
+        request_id = str(self._num_requests - 1)
+        return self.engine.add(
+            request_id, prompt.token_ids, params, prompt.text, priority=priority, cache_salt=prompt.cache_salt
+        )
 
     def _run(
         self,
-        encoded: Sequence[tuple[str | None, list[int]]],
+        encoded: Sequence[Encoded],
         params: Sequence[SamplingParams],
+        priority: Sequence[int] | None,
         on_progress: Callable[[int, int], None] | None,
     ) -> list[RequestOutput]:
+        priorities = [0] * len(encoded) if priority is None else list(priority)
+        if len(priorities) != len(encoded):
+            raise RequestError(f"{len(priorities)} priorities for {len(encoded)} prompts", param="priority")
         groups: list[Group] = []
         try:
-            for (text, ids), one in zip(encoded, params, strict=True):
-                groups.append(self._add(text, ids, one))
+            for prompt, one, rank in zip(encoded, params, priorities, strict=True):
+                groups.append(self._add(prompt, one, rank))
             while self.engine.has_work():
                 ended = sum(group.is_finished for group in self.engine.step())
                 if ended and on_progress is not None:
@@ -271,10 +297,10 @@ class LLM:
             raise
         return [group.output(self.engine.tokenizer) for group in groups]
 
-    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(self, prompt: Encoded, params: SamplingParams) -> Iterator[RequestOutput]:
         from lean_engine.engine.outputs import completion
 
-        group = self._add(text, ids, params)
+        group = self._add(prompt, params)
         shown = [(0, 0)] * len(group.answers)  # characters and tokens yielded so far
         try:
             is_last = False

@@ -109,12 +109,13 @@ class Run:
         outputs = [group.output(None) for group in self.groups]
         num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
         num_output = sum(len(o.outputs[0].token_ids) for o in outputs)
+        num_cached = sum(o.num_cached_tokens for o in outputs)
         waits = [t for o in outputs if (t := o.metrics.time_to_first_token) is not None]
         pool = self.llm.engine.scheduler.pool
         share = 100 * pool.max_held / pool.num_usable
         return {
             "requests": f"{len(outputs)}, answered in {run_s:.2f} s after {load_s:.2f} s of loading",
-            "prompt tokens": f"{num_prompt:,}",
+            "prompt tokens": f"{num_prompt:,}, {num_cached:,} of them found in the prefix cache",
             "output tokens": f"{num_output:,}",
             "speed": f"{num_output / run_s:,.1f} output tokens/s, {(num_prompt + num_output) / run_s:,.1f} in all",
             "first token": f"{sum(waits) / max(1, len(waits)):.2f} s on average, {max(waits, default=0):.2f} s at most",

@@ -236,10 +236,9 @@ def make_step(num_tokens: int | None, num_requests: int, context: int | None, li
 
 def largest_step(engine: EngineConfig, limit: int) -> dict[str, int]:
     """What the engine plans its arena for: its scheduler's limits."""
-    from lean_engine.engine.start import make_scheduler
-    from lean_engine.memory.budget import PoolSize
+    from lean_engine.scheduling.setup import make_scheduler
 
-    scheduler = make_scheduler(PoolSize(2, engine.block_size, 0, limit), engine)
+    scheduler = make_scheduler(engine, 2, limit)
     return {
         "T": scheduler.max_num_batched_tokens,
         "B": scheduler.max_num_running,

@@ -1,8 +1,8 @@
 """StepPlan → the int32 arrays a program reads.
 
-Tokens stand in the order of the plan, request after request; row b of block_tables belongs to the b-th chunk. A block
-table's row is rewritten only where it changed since the last step. Entries past a request's last block are stale and
-never read: attention stops at seq_lens.
+Tokens stand in the order of the plan: a token per decode, then chunk after chunk; row b of block_tables belongs to the
+b-th of them. A block table's row is rewritten only where it changed since the last step. Entries past a request's last
+block are stale and never read: attention stops at seq_lens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lean_engine.runtime.device import Array
-from lean_engine.scheduling.scheduler import ScheduledChunk, StepPlan
+from lean_engine.scheduling.plan import ScheduledChunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,17 @@ class Batch:
 
     def fill(self, plan: StepPlan) -> StepSize:
         """Write one step."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        starts, lengths = [0], []
-        for b, chunk in enumerate(plan.scheduled):
-            self._write_block_table(b, chunk.request.block_table)
+        block_size = self.block_size
+        token_ids = [request.token_ids[-1] for request in plan.decodes]
+        positions = [request.num_computed_tokens for request in plan.decodes]
+        slots = [
+            request.block_table[position // block_size] * block_size + position % block_size
+            for request, position in zip(plan.decodes, positions, strict=True)
+        ]
+        lengths = [position + 1 for position in positions]
+        starts = list(range(len(token_ids) + 1))
+        rows = list(range(len(token_ids)))
+        for chunk in plan.chunks:
             end = chunk.start + chunk.num_tokens
             token_ids += chunk.request.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
@@ -57,6 +61,8 @@ class Batch:
             rows += range(len(token_ids) - chunk.num_logit_rows, len(token_ids))
             starts.append(len(token_ids))
             lengths.append(end)
+        for b, request in enumerate([*plan.decodes, *(chunk.request for chunk in plan.chunks)]):
+            self._write_block_table(b, request.block_table)
         size = StepSize(len(token_ids), len(lengths), len(rows))
         self.input_ids[: size.num_tokens] = token_ids
         self.positions[: size.num_tokens] = positions
@@ -67,12 +73,9 @@ class Batch:
         return size
 
     def _slots(self, chunk: ScheduledChunk) -> list[int]:
-        table, block_size = chunk.request.block_table, self.block_size
-        if chunk.num_tokens == 1:
-            return [table[chunk.start // block_size] * block_size + chunk.start % block_size]
         places = np.arange(chunk.start, chunk.start + chunk.num_tokens)
-        blocks = np.array(table)[places // block_size]
-        slots: list[int] = (blocks * block_size + places % block_size).tolist()
+        blocks = np.array(chunk.request.block_table)[places // self.block_size]
+        slots: list[int] = (blocks * self.block_size + places % self.block_size).tolist()
         return slots
 
     def _write_block_table(self, b: int, table: list[int]) -> None:

@@ -15,15 +15,19 @@ from lean_engine.config import ModelConfig
 from lean_engine.engine.outputs import Answer, Group
 from lean_engine.engine.runner import Runner
 from lean_engine.errors import RequestError
+from lean_engine.memory.prefix_cache import ExtraKey, ExtraKeys
 from lean_engine.runtime.device import Array
 from lean_engine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from lean_engine.sampling.params import SamplingParams
 from lean_engine.sampling.sampler import Sampler, SampleResult, SamplingState
+from lean_engine.scheduling.plan import ScheduledChunk, StepPlan, StepUpdate
 from lean_engine.scheduling.request import Request
-from lean_engine.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan, StepUpdate
+from lean_engine.scheduling.scheduler import Scheduler
+from lean_engine.scheduling.statistics import StepStats
 from lean_engine.text.detokenizer import IncrementalDetokenizer
 from lean_engine.text.tokenizer import Tokenizer
 
+MAX_CACHE_SALT = 1024  # characters
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of successive requests: odd, so that none repeats
 
 
@@ -57,6 +61,7 @@ class Engine:
         self.seed = seed
         self.sampler = Sampler(model_config.vocab_size)
         self.num_steps = 0
+        self.last_progress_time = 0.0  # seconds on time.monotonic's clock: the last step's end, or work after none
         self._num_unseeded = 0  # requests that the engine's seed has served
         self._is_closed = False
         self._turn = threading.Lock()  # held during add and step
@@ -70,6 +75,19 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._groups)
 
+    def seconds_without_progress(self) -> float:
+        """How long there has been work and no step has been completed: what a watchdog looks at. 0 without work."""
+        return time.monotonic() - self.last_progress_time if self._groups else 0.0
+
+    def stats(self) -> StepStats:
+        """Requests, blocks and tokens after the latest step, and totals since the start."""
+        return self.scheduler.step_stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; requests that run go on undisturbed."""
+        with self._in_turn():
+            self.scheduler.reset_prefix_cache()
+
     # -- a request's way in
 
     def add(
@@ -78,18 +96,23 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         prompt: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Group:
         """Queue a request; its answers grow with every step.
 
         Args:
             request_id: unique among unfinished requests.
             prompt: the text behind the ids, returned with the output.
+            priority: a lower one goes first, under scheduling_policy "priority".
+            cache_salt: 1 to 1024 characters; cached blocks are shared only with requests of the same salt.
 
         Raises:
             RequestError: it can never be served here; nothing has changed then.
         """
         with self._in_turn():
-            return self._add(request_id, prompt_token_ids, params, prompt)
+            return self._add(request_id, prompt_token_ids, params, prompt, priority, cache_salt)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -103,14 +126,25 @@ class Engine:
             self._turn.release()
 
     def _add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None,
+        priority: int,
+        cache_salt: str | None,
     ) -> Group:
         self._check(request_id, prompt_token_ids, params)
+        check_cache_salt(cache_salt)
+        self._check_priority(priority)
         now = time.monotonic()
+        if not self._groups:
+            self.last_progress_time = now
         group = Group(request_id, prompt, list(prompt_token_ids), params, [], now)
+        extra_keys = () if cache_salt is None else (ExtraKey("salt", cache_salt),)
         try:
             for index in range(params.n):
-                self._add_answer(group, index)
+                self._add_answer(group, index, priority, extra_keys)
         except RequestError:
             self._drop(group)
             raise
@@ -138,7 +172,16 @@ class Engine:
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("stop and bad_words need a tokenizer, which this model has not", param="stop")
 
-    def _add_answer(self, group: Group, index: int) -> None:
+    def _check_priority(self, priority: object) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}, must be an integer (lower ones go first)", param="priority")
+        if priority != 0 and self.scheduler.policy != "priority":
+            raise RequestError(
+                f"priority is {priority}, but scheduling_policy is {self.scheduler.policy!r}; it must be 'priority'",
+                param="priority",
+            )
+
+    def _add_answer(self, group: Group, index: int, priority: int, extra_keys: ExtraKeys) -> None:
         params, prompt = group.params, group.prompt_token_ids
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         answer = Answer(index, params, self._sampling_state(group, index), self._detokenizer(group))
@@ -152,8 +195,13 @@ class Engine:
             stop_token_ids=frozenset(params.stop_token_ids),
             arrival_time=group.arrival_time,
             needs_prompt_logits=params.prompt_logprobs is not None and index == 0,
+            priority=priority,
+            extra_keys=extra_keys,
+            reads_cache=not params.skip_reading_prefix_cache,
             payload=answer,
         )
+        if group.answers:
+            request.block_keys = list(group.first_request.block_keys)  # of the same prompt
         self.scheduler.add(request)
         answer.request = request
         group.answers.append(answer)
@@ -205,17 +253,21 @@ class Engine:
         plan = self.scheduler.plan(time.monotonic())
         if plan is None:
             return []
-        logits = self.runner.run(plan)
-        sampled = self._sample(plan, logits)
+        for request, message in plan.failed:
+            request.payload.error = message
+        sampled = self._sample(plan, self.runner.run(plan)) if plan.num_requests else []
         updates = self.scheduler.apply(plan, [s.token_ids for s in sampled], time.monotonic())
         self.num_steps += 1
-        return self._emit(updates, {id(s.chunk.request): s for s in sampled})
+        self.last_progress_time = time.monotonic()
+        return self._emit([request for request, _ in plan.failed], updates, {id(s.request): s for s in sampled})
 
     def _sample(self, plan: StepPlan, logits: Array) -> list[_Sampled]:
-        """One entry per chunk of the plan. A request whose logits are damaged is ended here."""
-        results, rows, row = [], [], 0
-        for chunk in plan.scheduled:
-            result = _Sampled(chunk)
+        """One entry per request of the plan. A request whose logits are damaged is ended here."""
+        results = [_Sampled(request) for request in plan.decodes]
+        rows = [(result, row) for row, result in enumerate(results)]
+        row = len(results)
+        for chunk in plan.chunks:
+            result = _Sampled(chunk.request)
             results.append(result)
             end = row + chunk.num_logit_rows
             if chunk.request.needs_prompt_logits:
@@ -226,8 +278,8 @@ class Engine:
         if rows:
             # The usual step samples every row, in order: no copy.
             chosen = logits if len(rows) == len(logits) else logits[[r for _, r in rows]]
-            answers = [result.chunk.request.payload for result, _ in rows]
-            positions = [result.chunk.request.num_tokens for result, _ in rows]
+            answers = [result.request.payload for result, _ in rows]
+            positions = [result.request.num_tokens for result, _ in rows]
             self._distribute(self.sampler.sample(chosen, [a.state for a in answers], positions), rows)
         return results
 
@@ -235,12 +287,12 @@ class Engine:
         for i, (result, _) in enumerate(rows):
             error = sample.errors[i]
             if error is not None:
-                self._fail(result.chunk.request, error)
+                self._fail(result.request, error)
                 continue
             result.token_ids = [sample.token_ids[i]]
             entry = sample.logprobs[i]
             result.logprobs = [] if entry is None else [entry]
-            result.chunk.request.payload.state.accept(sample.token_ids[i])
+            result.request.payload.state.accept(sample.token_ids[i])
 
     def _take_prompt_logprobs(self, chunk: ScheduledChunk, logits: Array) -> None:
         """Rows of prompt positions predict the prompt's next tokens; the row of the last one is sampled."""
@@ -259,20 +311,19 @@ class Engine:
         request.payload.error = message
         self.scheduler.finish(request.request_id, "error", now=time.monotonic())
 
-    def _emit(self, updates: list[StepUpdate], sampled: dict[int, _Sampled]) -> list[Group]:
+    def _emit(self, failed: list[Request], updates: list[StepUpdate], sampled: dict[int, _Sampled]) -> list[Group]:
         changed: dict[str, Group] = {}
-        for entry in sampled.values():
-            if entry.chunk.request.finish_reason == "error":
-                self._finish_answer(entry.chunk.request, changed)
-        for update in updates:
-            request = update.request
+        damaged = (entry.request for entry in sampled.values() if entry.request.finish_reason == "error")
+        for request in (*failed, *damaged):
+            self._finish_answer(request, changed)
+        for request, new_token_ids in updates:
             answer: Answer = request.payload
-            answer.take(update.new_token_ids, sampled[id(request)].logprobs, request.finish_reason == "stop")
-            if answer.finish_reason is not None and not update.finished:
+            answer.take(new_token_ids, sampled[id(request)].logprobs, request.finish_reason == "stop")
+            if answer.finish_reason is not None and not request.is_finished:
                 self.scheduler.finish(request.request_id, "stop", answer.stop_reason, now=time.monotonic())
             if request.is_finished:
                 self._finish_answer(request, changed)
-            elif update.new_token_ids:
+            elif new_token_ids:
                 group = self._group_of[request.request_id]
                 changed[group.request_id] = group
         return list(changed.values())
@@ -309,11 +360,20 @@ class Engine:
 
 
 class _Sampled:
-    """What a step sampled for one chunk: nothing, or one token (several with speculation)."""
+    """What a step sampled for one request: nothing, or one token (several with speculation)."""
 
-    __slots__ = ("chunk", "logprobs", "token_ids")
+    __slots__ = ("logprobs", "request", "token_ids")
 
-    def __init__(self, chunk: ScheduledChunk) -> None:
-        self.chunk = chunk
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+
+
+def check_cache_salt(cache_salt: object) -> None:
+    if cache_salt is None or (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_CACHE_SALT):
+        return
+    found = f"{len(cache_salt)} characters long" if isinstance(cache_salt, str) else repr(cache_salt)
+    raise RequestError(
+        f"cache_salt is {found}, must be a string of 1 to {MAX_CACHE_SALT} characters", param="cache_salt"
+    )

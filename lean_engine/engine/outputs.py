@@ -133,11 +133,13 @@ class Group:
             prompt_logprobs=self._prompt_logprobs(tokenizer),
             outputs=[completion(a, tokenizer) for a in self.answers] if outputs is None else outputs,
             finished=self.is_finished,
-            num_cached_tokens=self._first().num_cached_tokens,
+            num_cached_tokens=self.first_request.num_cached_tokens,
             metrics=self._metrics(),
         )
 
-    def _first(self) -> Request:
+    @property
+    def first_request(self) -> Request:
+        """The scheduler's request behind the first answer."""
         request = self.answers[0].request
         assert request is not None
         return request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lean_engine.engine.batch import Batch
 from lean_engine.runtime.device import Array
 from lean_engine.runtime.program import Program
-from lean_engine.scheduling.scheduler import StepPlan
+from lean_engine.scheduling.plan import StepPlan
 
 
 class Runner:

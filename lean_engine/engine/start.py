@@ -21,22 +21,19 @@ from lean_engine.engine.core import Engine
 from lean_engine.engine.runner import Runner
 from lean_engine.errors import ConfigError, OutOfMemory
 from lean_engine.ir.sources import RopeTable
-from lean_engine.memory.block_pool import BlockPool
 from lean_engine.memory.budget import PoolSize, fit_max_model_len, kv_bytes_per_block, num_blocks_for, size_pool
-from lean_engine.passes import Lowered, lower, optimize
+from lean_engine.passes import Lowered, lower, optimize, plan_memory
 from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.device import Device
 from lean_engine.runtime.program import Program
 from lean_engine.runtime.weights import expected_shapes, load_weights
-from lean_engine.scheduling.scheduler import Scheduler
+from lean_engine.scheduling.setup import make_scheduler, step_limits
 from lean_engine.text.tokenizer import Tokenizer
 from lean_engine.units import format_bytes
 
 log = logging.getLogger("lean_engine")
 
 CPU_MEMORY_SHARE = 0.4  # of the memory that is free beside the weights
-DEFAULT_STEP_TOKENS = 512  # a CPU step of this size takes well under a second for small models
-MIN_LOGIT_ROWS = 64  # rows of logits per step, for prompt logprobs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -101,11 +98,11 @@ def assemble(
     limit = max_model_len_of(model_config, config)
     lowered = compile_model(model_config, device, limit)
     checkpoint.expect(expected_shapes(lowered.parameters))
-    pool_size = size_kv_pool(model_config, device, config, limit, weight_bytes(lowered))
+    pool_size = size_kv_pool(model_config, device, config, limit, lowered)
     if pool_size.max_model_len < limit:  # rope tables for the positions that can occur
         lowered = compile_model(model_config, device, pool_size.max_model_len)
     weights = load_weights(lowered.parameters, checkpoint, device, weight_progress(lowered, on_progress))
-    scheduler = make_scheduler(pool_size, config)
+    scheduler = make_scheduler(config, pool_size.num_blocks, pool_size.max_model_len)
     dims = {
         "T": scheduler.max_num_batched_tokens,
         "B": scheduler.max_num_running,
@@ -155,23 +152,35 @@ def load_tokenizer(checkpoint: Checkpoint, is_optional: bool) -> Tokenizer | Non
 
 def max_model_len_of(model_config: ModelConfig, config: EngineConfig) -> int:
     """The context before it is fitted to the KV pool, tokens."""
-    rope = model_config.rope
-    known = max(model_config.max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))
+    rope, known = model_config.rope, model_config.max_position_embeddings
+    if rope.kind != "llama3":  # whose max_position_embeddings is the context after scaling already
+        known = max(known, int(rope.factor * rope.original_max_position_embeddings))
     if config.max_model_len is not None and config.max_model_len > known:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model's context has {known} tokens")
     return config.max_model_len or known
 
 
 def size_kv_pool(
-    model_config: ModelConfig, device: Device, config: EngineConfig, limit: int, weight_bytes: int
+    model_config: ModelConfig, device: Device, config: EngineConfig, limit: int, lowered: Lowered
 ) -> PoolSize:
     """How many blocks fit beside the weights; a context that the user left open shrinks to the pool."""
-    free_bytes = device.memory_bytes()
-    if weight_bytes > free_bytes:
+    free_bytes, taken = device.memory_bytes(), weight_bytes(lowered)
+    if taken > free_bytes:
         raise OutOfMemory(
-            f"the weights need {format_bytes(weight_bytes)} as {device.compute_dtype}, "
+            f"the weights need {format_bytes(taken)} as {device.compute_dtype}, "
             f"{format_bytes(free_bytes)} of memory are free"
         )
+    available_bytes, memory_share = free_bytes - taken, CPU_MEMORY_SHARE
+    if config.gpu_memory_utilization is not None:
+        taken += workspace_bytes(lowered, device, config, limit)
+        allowed = int(device.total_memory_bytes() * config.gpu_memory_utilization)
+        if taken > allowed:
+            raise OutOfMemory(
+                f"weights and workspace need {format_bytes(taken)}; gpu_memory_utilization "
+                f"{config.gpu_memory_utilization:g} allows {format_bytes(allowed)} "
+                f"of {format_bytes(device.total_memory_bytes())}"
+            )
+        available_bytes, memory_share = min(allowed, free_bytes) - taken, 1.0
     element_bytes = dtype(device.compute_dtype).num_bytes
     block_bytes = kv_bytes_per_block(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, element_bytes
@@ -181,32 +190,26 @@ def size_kv_pool(
         "block_size": config.block_size,
         "num_gpu_blocks_override": config.num_gpu_blocks_override,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        "available_bytes": free_bytes - weight_bytes,
-        "memory_share": CPU_MEMORY_SHARE,
+        "available_bytes": available_bytes,
+        "memory_share": memory_share,
     }
     if config.max_model_len is None:
         limit = fit_max_model_len(max_model_len=limit, **memory)
     pool_size = size_pool(max_model_len=limit, max_num_seqs=config.max_num_seqs, **memory)
-    if pool_size.kv_bytes > free_bytes - weight_bytes:
+    if pool_size.kv_bytes > free_bytes - taken:
         raise OutOfMemory(
             f"{pool_size.num_blocks} KV blocks need {format_bytes(pool_size.kv_bytes)}, "
-            f"{format_bytes(free_bytes - weight_bytes)} of memory are free beside the weights"
+            f"{format_bytes(free_bytes - taken)} of memory are free beside the weights"
         )
     return pool_size
 
 
-def make_scheduler(pool_size: PoolSize, config: EngineConfig) -> Scheduler:
-    default_budget = DEFAULT_STEP_TOKENS if config.enable_chunked_prefill else pool_size.max_model_len
-    budget = config.max_num_batched_tokens or max(default_budget, config.max_num_seqs)
-    return Scheduler(
-        BlockPool(pool_size.num_blocks),
-        block_size=config.block_size,
-        max_model_len=pool_size.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_num_logit_rows=max(config.max_num_seqs, MIN_LOGIT_ROWS),
-        enable_chunked_prefill=config.enable_chunked_prefill,
-    )
+def workspace_bytes(lowered: Lowered, device: Device, config: EngineConfig, max_model_len: int) -> int:
+    """The arena of the largest step: activations and the scratch of kernels."""
+    budget, max_rows = step_limits(config, max_model_len)
+    num_running = min(config.max_num_seqs, budget, max_rows)
+    dims = {"T": budget, "B": num_running, "R": max_rows, "M": num_blocks_for(max_model_len, config.block_size)}
+    return plan_memory(lowered, {**dims, "N": 2, "S": config.block_size}, device.workspace_bytes).arena_bytes
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

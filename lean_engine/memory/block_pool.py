@@ -1,16 +1,29 @@
-"""The block pool: which KV blocks are free, in which order they are given out, and how many holders each has.
+"""The block pool: which KV blocks are free, what is cached in them, and how many holders each has.
 
 It deals in block ids only; the KV data lies on the device. Block 0 is the null block: padded rows point to it, it is
 never granted. Free blocks form one intrusive doubly linked list whose order is the eviction order: taking from the
-head, removing from the middle and putting back at either end are O(1), whatever the size of the pool. Misuse (freeing
-a block that nobody holds, asking for more than is free) is a bug of the caller and raises IntegrityError.
+head, removing from the middle and putting back at either end are O(1), whatever the size of the pool.
+
+A full block may be published under a key (prefix_cache.py). It keeps its key when its last holder leaves, and is found
+again by `match` until `allocate` takes it for something else: it is evicted. A free block with nothing in it goes to
+the head of the free list, where it is used again first; a cached one goes to the tail. A request's blocks are freed
+last block first, so the least recently used are evicted first and, of one request's, the ends of chains before
+what they hang on.
+
+What is known of a block stands in arrays under its id, not in an object of its own: a pool of a million blocks is built
+at once, takes 36 MB, and gives Python's garbage collector nothing to walk over.
+
+Misuse (freeing a block that nobody holds, asking for more than is free) is a bug of the caller: IntegrityError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
 from lean_engine.errors import ConfigError, LeanEngineError
+from lean_engine.histogram import Histogram
+from lean_engine.memory.prefix_cache import BlockKey
 
 NULL_BLOCK_ID = 0
 
@@ -19,25 +32,18 @@ class IntegrityError(LeanEngineError):
     """The bookkeeping of blocks or requests contradicts itself. A bug, never a user's fault."""
 
 
-class Block:
-    """One KV block: its holders, and its neighbours while it is free."""
-
-    __slots__ = ("block_id", "next", "prev", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.prev = self
-        self.next = self
-
-
 class BlockPool:
     """`num_blocks` blocks, the null block included; all but that one start free, in the order 1, 2, 3, ...
 
     Attributes:
         num_blocks: blocks in all, the null block included.
-        num_free: blocks that `allocate` can grant now.
+        num_free: blocks that `allocate` can grant now, cached ones included.
+        num_cached: free blocks whose content can still be found.
         max_held: the most blocks that were held at once so far.
+        num_evictions: cached blocks that were granted for something else.
+        lifetime: from a block's grant until its content is dropped, in the clock's unit.
+        idle_before_evict: from a cached block's last holder until its eviction, in the clock's unit.
+        now: the clock; whoever drives the pool sets it (seconds, or steps).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -46,13 +52,21 @@ class BlockPool:
                 f"a block pool of {num_blocks} blocks can hold nothing; it needs the null block and 1 more"
             )
         self.num_blocks = num_blocks
-        self.num_free = 0
+        self.num_free = num_blocks - 1
+        self.num_cached = 0
         self.max_held = 0
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        # The free list is a ring closed by the null block: null.next is its head, null.prev its tail.
-        self._null = self._blocks[NULL_BLOCK_ID]
-        for block in self._blocks[1:]:
-            self._insert_after(self._null.prev, block)
+        self.num_evictions = 0
+        self.lifetime = Histogram()
+        self.idle_before_evict = Histogram()
+        self.now = 0.0
+        self._ref_counts = array("i", bytes(4 * num_blocks))  # holders
+        self._keys: list[BlockKey | None] = [None] * num_blocks  # under which a block is published
+        self._published: dict[BlockKey, int] = {}  # the other way round
+        self._granted_at = array("d", bytes(8 * num_blocks))  # by the pool's clock
+        self._freed_at = array("d", bytes(8 * num_blocks))  # when the last holder left
+        # The free list is a ring closed by the null block: next of the null block is its head, previous its tail.
+        self._next = array("i", [*range(1, num_blocks), 0])
+        self._previous = array("i", [num_blocks - 1, *range(num_blocks - 1)])
 
     @property
     def num_usable(self) -> int:
@@ -66,10 +80,25 @@ class BlockPool:
 
     def ref_count(self, block_id: int) -> int:
         """How many holders a block has; 0 means free."""
-        return self._blocks[block_id].ref_count
+        return self._ref_counts[block_id]
+
+    def num_shared(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks somebody holds."""
+        return sum(self._ref_counts[block_id] > 0 for block_id in block_ids)
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks with nothing cached in them: empty + cached + held = usable."""
+        return self.num_free - self.num_cached
+
+    def is_published(self, block_id: int) -> bool:
+        """Whether the block can be found by its key."""
+        return self._keys[block_id] is not None
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Grant `num_blocks` blocks from the head of the free list, each with one holder; all or none.
+
+        What was cached in them is evicted.
 
         Raises:
             IntegrityError: fewer are free (ask `num_free` first); nothing has changed.
@@ -77,11 +106,17 @@ class BlockPool:
         if num_blocks > self.num_free:
             raise IntegrityError(f"{num_blocks} blocks were asked for, {self.num_free} are free")
         block_ids = []
+        after, previous, block = self._next, self._previous, self._next[NULL_BLOCK_ID]
         for _ in range(num_blocks):
-            block = self._null.next
-            self._remove(block)
-            block.ref_count = 1
-            block_ids.append(block.block_id)
+            if self._keys[block] is not None:
+                self._evict(block)
+            self._ref_counts[block] = 1
+            self._granted_at[block] = self.now
+            block_ids.append(block)
+            block = after[block]
+        after[NULL_BLOCK_ID] = block
+        previous[block] = NULL_BLOCK_ID
+        self.num_free -= num_blocks
         self.max_held = max(self.max_held, self.num_held)
         return block_ids
 
@@ -90,10 +125,10 @@ class BlockPool:
         for block_id in block_ids:
             if not NULL_BLOCK_ID < block_id < self.num_blocks:
                 raise IntegrityError(f"block {block_id} cannot be held; the pool grants 1 to {self.num_usable}")
-            block = self._blocks[block_id]
-            if block.ref_count == 0:
-                self._remove(block)
-            block.ref_count += 1
+            if self._ref_counts[block_id] == 0:
+                self._remove(block_id)
+                self.num_cached -= self._keys[block_id] is not None
+            self._ref_counts[block_id] += 1
         self.max_held = max(self.max_held, self.num_held)
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -103,56 +138,111 @@ class BlockPool:
             IntegrityError: a block has no holder (freed twice, or never granted).
         """
         for block_id in reversed(block_ids):
-            if not NULL_BLOCK_ID < block_id < self.num_blocks or self._blocks[block_id].ref_count == 0:
+            if not NULL_BLOCK_ID < block_id < self.num_blocks or self._ref_counts[block_id] == 0:
                 raise IntegrityError(f"block {block_id} is freed, but nobody holds it")
-            block = self._blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._release(block)
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._release(block_id)
+
+    # -- the prefix cache
+
+    def publish(self, block_id: int, key: BlockKey) -> bool:
+        """Let a held block be found by its key; False, and nothing changed, where another block already is.
+
+        Raises:
+            IntegrityError: nobody holds the block, or it is published under another key.
+        """
+        if self._ref_counts[block_id] == 0 or self._keys[block_id] is not None:
+            raise IntegrityError(
+                f"block {block_id} is published with {self._ref_counts[block_id]} holders "
+                f"and the key {self._keys[block_id]!r}"
+            )
+        if self._published.setdefault(key, block_id) != block_id:
+            return False
+        self._keys[block_id] = key
+        return True
+
+    def match(self, keys: Iterable[BlockKey]) -> list[int]:
+        """The blocks of the longest prefix of `keys` of which every block is published. It does not hold them."""
+        block_ids = []
+        for key in keys:
+            block_id = self._published.get(key)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def forget(self) -> None:
+        """Forget everything cached. Held blocks stay with their holders and are found by nobody else any more."""
+        for block_id in self._published.values():
+            self._keys[block_id] = None
+            if self._ref_counts[block_id] == 0:
+                self.lifetime.observe(self.now - self._granted_at[block_id])
+        self._published.clear()
+        self.num_cached = 0
 
     def free_block_ids(self) -> Iterator[int]:
         """The free list from head to tail: the order in which blocks will be granted. O(n), for checks and displays."""
-        block = self._null.next
-        while block is not self._null:
-            yield block.block_id
-            block = block.next
+        block = self._next[NULL_BLOCK_ID]
+        while block != NULL_BLOCK_ID:
+            yield block
+            block = self._next[block]
 
     def check(self) -> None:
         """Prove that links, counts and holders agree. O(n); IntegrityError names the first contradiction."""
-        num_free = 0
-        block = self._null
+        num_free, block = 0, NULL_BLOCK_ID
         while True:
-            if block.next.prev is not block:
-                raise IntegrityError(f"free list: block {block.next.block_id} does not point back to {block.block_id}")
-            block = block.next
-            if block is self._null:
+            if self._previous[self._next[block]] != block:
+                raise IntegrityError(f"free list: block {self._next[block]} does not point back to {block}")
+            block = self._next[block]
+            if block == NULL_BLOCK_ID:
                 break
             num_free += 1
-            if block.ref_count != 0:
-                raise IntegrityError(f"block {block.block_id} is free, but has {block.ref_count} holders")
-        num_held = sum(block.ref_count > 0 for block in self._blocks)
+            if self._ref_counts[block] != 0:
+                raise IntegrityError(f"block {block} is free, but has {self._ref_counts[block]} holders")
+        num_held = sum(count > 0 for count in self._ref_counts)
+        keyed = [block for block, key in enumerate(self._keys) if key is not None]
+        if len(keyed) != len(self._published) or any(self._published.get(self._keys[b]) != b for b in keyed):
+            raise IntegrityError(f"{len(keyed)} blocks have a key, {len(self._published)} keys are published")
+        num_cached = sum(self._ref_counts[block] == 0 for block in keyed)
+        if num_cached != self.num_cached:
+            raise IntegrityError(f"{num_cached} free blocks are cached, {self.num_cached} were counted")
         if num_free != self.num_free or num_free + num_held != self.num_usable:
             raise IntegrityError(
                 f"{num_free} blocks in the free list ({self.num_free} counted) and {num_held} held; "
                 f"together they must be {self.num_usable}"
             )
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: int) -> None:
         """Put a block that lost its last holder back into the free list.
 
-        Nothing in it is worth keeping, so it goes to the head: hot memory is used again first, and a lightly loaded
+        Where nothing in it is worth keeping it goes to the head: hot memory is used again first, and a lightly loaded
         engine never touches the rest of the pool.
         """
-        self._insert_after(self._null, block)
+        self._freed_at[block] = self.now
+        if self._keys[block] is not None:
+            self.num_cached += 1
+            self._insert_after(self._previous[NULL_BLOCK_ID], block)
+        else:
+            self.lifetime.observe(self.now - self._granted_at[block])
+            self._insert_after(NULL_BLOCK_ID, block)
 
-    def _insert_after(self, left: Block, block: Block) -> None:
-        right = left.next
-        block.prev, block.next = left, right
-        left.next = right.prev = block
+    def _evict(self, block: int) -> None:
+        """Forget what is cached in a free block that is being granted."""
+        del self._published[self._keys[block]]
+        self._keys[block] = None
+        self.num_cached -= 1
+        self.num_evictions += 1
+        self.lifetime.observe(self.now - self._granted_at[block])
+        self.idle_before_evict.observe(self.now - self._freed_at[block])
+
+    def _insert_after(self, left: int, block: int) -> None:
+        right = self._next[left]
+        self._previous[block], self._next[block] = left, right
+        self._next[left] = self._previous[right] = block
         self.num_free += 1
 
-    def _remove(self, block: Block) -> None:
-        block.prev.next = block.next
-        block.next.prev = block.prev
-        block.prev = block.next = block
+    def _remove(self, block: int) -> None:
+        left, right = self._previous[block], self._next[block]
+        self._next[left], self._previous[right] = right, left
         self.num_free -= 1

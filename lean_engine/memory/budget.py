@@ -159,26 +159,37 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     Raises:
         ConfigError: the operating system tells neither free nor total memory.
     """
-    available = _meminfo_available(root)
+    available = _field(root / "proc/meminfo", "MemAvailable:", 1024)
     if available is None:
-        available = _sysconf_available()
-    return max(0, min([available, *_cgroup_headrooms(root)]))
+        available = _sysconf_bytes("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")  # macOS knows only the second
+    return max(0, min([available, *(limit - used for limit, used in _cgroup_limits(root))]))
 
 
-def _meminfo_available(root: Path) -> int | None:
-    return _field(root / "proc/meminfo", "MemAvailable:", 1024)
+def total_memory_bytes(root: Path = Path("/")) -> int:
+    """The host's memory, or the cgroup's limit where that is lower.
+
+    Args:
+        root: where proc/ and sys/ are found.
+
+    Raises:
+        ConfigError: the operating system does not tell.
+    """
+    total = _field(root / "proc/meminfo", "MemTotal:", 1024)
+    if total is None:
+        total = _sysconf_bytes("SC_PHYS_PAGES")
+    return min([total, *(limit for limit, _ in _cgroup_limits(root))])
 
 
-def _sysconf_available() -> int:
-    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # macOS knows only the second
+def _sysconf_bytes(*names: str) -> int:
+    for pages in names:
         if pages in getattr(os, "sysconf_names", {}):
             return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    raise ConfigError("this system does not tell how much memory is free; set kv_cache_memory_bytes")
+    raise ConfigError("this system does not tell how much memory it has; set kv_cache_memory_bytes")
 
 
-def _cgroup_headrooms(root: Path) -> list[int]:
-    """What each limited memory cgroup of this process, and of its parents, still allows."""
-    headrooms = []
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """Limit and irreclaimable use of each limited memory cgroup of this process, and of its parents."""
+    limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -194,8 +205,8 @@ def _cgroup_headrooms(root: Path) -> list[int]:
             max_bytes, used_bytes = _read(folder / limit).strip(), _read(folder / usage).strip()
             if max_bytes.isdigit() and used_bytes.isdigit():  # "max" is no limit
                 reclaimable = _field(folder / "memory.stat", cache, 1) or 0  # file pages that are dropped on demand
-                headrooms.append(int(max_bytes) - int(used_bytes) + reclaimable)
-    return headrooms
+                limits.append((int(max_bytes), int(used_bytes) - reclaimable))
+    return limits
 
 
 def _field(path: Path, name: str, unit_bytes: int) -> int | None:

@@ -46,5 +46,8 @@ class Device(Protocol):
     def memory_bytes(self) -> int:
         """Memory that is free for the KV cache now."""
 
+    def total_memory_bytes(self) -> int:
+        """The device's whole memory."""
+
     def close(self) -> None:
         """Give threads and memory back; the device is not used again."""

@@ -53,6 +53,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float]  # token id → [-100, 100]
     allowed_token_ids: tuple[int, ...] | None  # None = all
     bad_words: tuple[str, ...]
+    skip_reading_prefix_cache: bool  # compute the whole prompt; always so with prompt_logprobs
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class SamplingParams:
         logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
         allowed_token_ids: Sequence[int] | None = None,
         bad_words: Sequence[str] | None = None,
+        skip_reading_prefix_cache: bool | None = None,
         **unknown: object,
     ) -> None:
         _refuse_unknown(unknown)
@@ -107,6 +109,8 @@ class SamplingParams:
             logit_bias=_logit_bias(logit_bias),
             allowed_token_ids=_allowed_token_ids(allowed_token_ids),
             bad_words=_strings("bad_words", bad_words),
+            skip_reading_prefix_cache=skip_reading_prefix_cache is not None
+            and _flag("skip_reading_prefix_cache", skip_reading_prefix_cache),
         )
         self._refuse_contradictions()
 

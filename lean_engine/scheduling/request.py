@@ -6,11 +6,15 @@ detokenizer, the caller's stream) hangs on `payload`, which the scheduler never 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
+from lean_engine.memory.prefix_cache import BlockKey, ExtraKeys
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+NEVER = sys.maxsize  # tokens: more than any request has
 
 
 class RequestStatus(Enum):
@@ -33,13 +37,23 @@ class Request:
         min_tokens: output tokens before which neither eos nor a stop token id ends the request.
         eos_token_ids: end it with stop_reason None; empty when eos is ignored.
         stop_token_ids: end it with the token's id as stop_reason.
+        ending_token_ids: both.
         needs_prompt_logits: logits are wanted at every prompt position (for prompt logprobs), not only the last.
+        priority: a lower one goes first, where the scheduler's policy heeds it.
+        extra_keys: what besides the tokens its keys and values depend on, for the prefix cache.
+        reads_cache: whether its prompt may be looked up in the prefix cache.
         payload: the engine's own state.
         arrival_time, first_scheduled_time, first_token_time, finished_time: seconds, on the caller's clock.
         max_total_tokens: prompt and output at most, max_model_len considered; set when the request is added.
         block_table: ids of the KV blocks it holds, in token order.
         num_computed_tokens: tokens whose keys and values are in those blocks.
-        num_cached_tokens: prompt tokens that were never computed for it because a cache held them.
+        order: (priority, arrival number), ascending in the order of service; set when the request is added.
+        block_keys: keys of its full blocks in the prefix cache, as far as they are known.
+        num_slots: tokens that its blocks have room for.
+        is_caught_up: its latest token was sampled and is the only one to compute: the next chunk is a decode.
+        publish_at: computed tokens at which its next full block is published; NEVER if it publishes none.
+        num_cached_tokens: prompt tokens that the prefix cache held when it was first admitted.
+        num_lost_tokens: tokens whose computed keys and values preemption has taken, at most.
         num_prompt_logits: prompt positions whose logits were delivered; preemption does not deliver them again.
         num_preemptions: how often its blocks were taken away.
         finish_reason: "stop", "length", "abort", "error"; None while unfinished.
@@ -47,24 +61,33 @@ class Request:
     """
 
     __slots__ = (
-        "_ending_token_ids",
         "arrival_time",
+        "block_keys",
         "block_table",
+        "ending_token_ids",
         "eos_token_ids",
+        "extra_keys",
         "finish_reason",
         "finished_time",
         "first_scheduled_time",
         "first_token_time",
+        "is_caught_up",
         "max_tokens",
         "max_total_tokens",
         "min_tokens",
         "needs_prompt_logits",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_logits",
         "num_prompt_tokens",
+        "num_slots",
+        "order",
         "payload",
+        "priority",
+        "publish_at",
+        "reads_cache",
         "request_id",
         "status",
         "stop_reason",
@@ -83,6 +106,9 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         arrival_time: float = 0.0,
         needs_prompt_logits: bool = False,
+        priority: int = 0,
+        extra_keys: ExtraKeys = (),
+        reads_cache: bool = True,
         payload: Any = None,
     ) -> None:
         self.request_id = request_id
@@ -92,8 +118,11 @@ class Request:
         self.min_tokens = min_tokens
         self.eos_token_ids = eos_token_ids
         self.stop_token_ids = stop_token_ids
-        self._ending_token_ids = eos_token_ids | stop_token_ids
+        self.ending_token_ids = eos_token_ids | stop_token_ids
         self.needs_prompt_logits = needs_prompt_logits
+        self.priority = priority
+        self.extra_keys = extra_keys
+        self.reads_cache = reads_cache
         self.payload = payload
         self.arrival_time = arrival_time
         self.first_scheduled_time: float | None = None
@@ -103,8 +132,14 @@ class Request:
         self.status = RequestStatus.WAITING
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
         self.block_table: list[int] = []
+        self.num_slots = 0
+        self.is_caught_up = False
         self.num_computed_tokens = 0
+        self.order = (priority, 0)
+        self.block_keys: list[BlockKey] = []
+        self.publish_at = NEVER
         self.num_cached_tokens = 0
+        self.num_lost_tokens = 0
         self.num_prompt_logits = 0
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
@@ -159,7 +194,7 @@ class Request:
         num_before = len(token_ids)
         for token_id in sampled_token_ids:
             token_ids.append(token_id)
-            if token_id in self._ending_token_ids or len(token_ids) >= self.max_total_tokens:
+            if token_id in self.ending_token_ids or len(token_ids) >= self.max_total_tokens:
                 self._judge(token_id)
                 if self.finish_reason is not None:
                     return token_ids[num_before:]

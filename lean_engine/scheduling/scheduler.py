@@ -1,73 +1,46 @@
 """The scheduler: at each step, which requests move, by how many tokens, and in which KV blocks.
 
 One mechanism: a request has `num_tokens` known and `num_computed_tokens` computed, and each step lets it catch up by a
-chunk. A decode is a chunk of one token; a long prompt takes several chunks; a preempted request starts over from token
-0 and its output so far is computed like a prompt. There is no prefill phase and no decode phase.
+chunk. A decode is a chunk of one token; a long prompt takes several chunks; a preempted request starts over and its
+output so far is computed like a prompt. There is no prefill phase and no decode phase.
 
 A step: `plan()` grants tokens and blocks, the caller computes and samples, `apply()` takes the sampled tokens. Always:
 
 - Every running request moves in every step: those behind it in the order keep one token and one row of logits each.
-- Requests are admitted in the order they were added, and running + waiting always stand in that order. When blocks run
-  out the latest is preempted, so the oldest request always gets to its end.
+- The order is (priority, arrival), priority counting only under that policy. Running requests stand in it. When blocks
+  run out the last one is preempted, so the first always gets to its end.
+- Waiting requests are admitted in that order, and nobody passes one that lacks blocks. A short one passes a long one
+  that lacks tokens: while short prompts wait or run, long ones leave them up to half of the tokens that decodes leave.
 - A request is admitted when the free blocks cover all its known tokens, what the running still lack for theirs, and a
   block of growth for each of them. So it takes no block that is needed in the next steps, and is not preempted again
   before it has caught up and moved on. A step that preempts admits nobody.
+- Blocks are published in the prefix cache when they are full. A waiting request is looked up when its turn comes, and
+  is held back while the very block it needs next is computed by another; its place is kept, and it is passed only by
+  requests that this step computes to their last token.
 - What can never fit is refused by `add()`, so a request that is alone always runs to its end.
+
+Longer than other files here, because these rules only hold together.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 from lean_engine.errors import ConfigError, RequestError
 from lean_engine.memory.block_pool import BlockPool, IntegrityError
-from lean_engine.memory.budget import num_blocks_for
-from lean_engine.scheduling.request import FinishReason, Request, RequestStatus
+from lean_engine.memory.prefix_cache import BlockKeys
+from lean_engine.scheduling.admission import refuse_what_never_fits
+from lean_engine.scheduling.block_tables import BlockTables
+from lean_engine.scheduling.plan import ScheduledChunk, StepPlan, StepUpdate
+from lean_engine.scheduling.queue import WaitingQueue
+from lean_engine.scheduling.request import NEVER, FinishReason, Request, RequestStatus
+from lean_engine.scheduling.statistics import SchedulerStats, StepStats
+from lean_engine.scheduling.step import Limits, Step
 
-
-@dataclass(slots=True)
-class ScheduledChunk:
-    """The tokens [start, start + num_tokens) of one request; its block table already covers them.
-
-    Nobody changes one; it is not frozen because hundreds are made in a step and a frozen one costs several times more.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    num_logit_rows: int  # logits are wanted for the last num_logit_rows tokens of the chunk
-    samples: bool  # the chunk reaches the end of the known tokens and a token is to be sampled there
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes. Every running request has exactly one chunk."""
-
-    scheduled: list[ScheduledChunk]
-    num_tokens: int
-    num_logit_rows: int
-    preempted: list[Request]  # lost their blocks while this step was planned; they wait
-
-
-@dataclass(slots=True)
-class StepUpdate:
-    """What a step brought to one request: new tokens, its end, or both."""
-
-    request: Request
-    new_token_ids: Sequence[int]
-    finished: bool
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan in the making: what is scheduled and what is left of the budgets."""
-
-    tokens_left: int
-    rows_left: int
-    scheduled: list[ScheduledChunk] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+POLICIES = ("fcfs", "priority")
+_order = attrgetter("order")
 
 
 class Scheduler:
@@ -82,9 +55,13 @@ class Scheduler:
         max_num_logit_rows: rows of logits per step: 1 for each sampled token, 1 for each prompt token whose logits are
             wanted. Vocabulary-wide logits of a long prompt are never materialised at once.
         enable_chunked_prefill: False admits a request only when all its tokens fit into the step.
+        block_keys: makes the keys of the prefix cache; None switches it off.
+        policy: "fcfs", or "priority": a lower Request.priority goes first.
+        long_prefill_token_threshold: a request with more tokens to compute is long, and computes at most this many in a
+            step; 0: none is long; None: half of the token budget, and no cap.
 
     Raises:
-        ConfigError: a limit is below 1, or whole prompts of max_model_len do not fit into a step.
+        ConfigError: a limit is out of range, or whole prompts of max_model_len do not fit into a step.
     """
 
     def __init__(
@@ -97,6 +74,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_logit_rows: int,
         enable_chunked_prefill: bool = True,
+        block_keys: BlockKeys | None = None,
+        policy: str = "fcfs",
+        long_prefill_token_threshold: int | None = None,
     ) -> None:
         for name, limit in (
             ("block_size", block_size),
@@ -112,17 +92,42 @@ class Scheduler:
                 f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
                 f"max_model_len ({max_model_len})"
             )
+        if policy not in POLICIES:
+            raise ConfigError(f"scheduling_policy is {policy!r}, must be one of: {', '.join(POLICIES)}")
         self.pool = pool
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_logit_rows = max_num_logit_rows
         self.enable_chunked_prefill = enable_chunked_prefill
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens, max_num_logit_rows)
+        self.policy = policy
+        self.tables = BlockTables(pool, block_size, block_keys)
+        self.stats = SchedulerStats()
+        self._limits = self._make_limits(long_prefill_token_threshold)
         self._requests: dict[str, Request] = {}  # all that are not finished
-        self._running: list[Request] = []
-        self._waiting: OrderedDict[str, Request] = OrderedDict()  # a queue that anybody can leave in O(1)
-        self._awaits_blocks = False  # the first in the queue found too few blocks, and none were given back since
+        self._running: list[Request] = []  # in order
+        self._waiting = WaitingQueue(self._limits.long_threshold)
+        self._catching_up: list[Request] = []  # those that had tokens left to compute after the last step
+        self._num_added = 0
+        self._has_finished = False  # among the running, in the step that is being applied
+        self._awaits_blocks = False  # whose turn it is found too few blocks, and nothing has changed that since
+        self._last_plan = StepPlan([], [], 0, 0, 0, 0)
+
+    def _make_limits(self, threshold: int | None) -> Limits:
+        if threshold is not None and threshold < 0:
+            raise ConfigError(f"long_prefill_token_threshold is {threshold}; it must be at least 0")
+        if threshold and not self.enable_chunked_prefill:
+            raise ConfigError(f"long_prefill_token_threshold is {threshold}, but chunked prefill is off")
+        is_any_long = self.enable_chunked_prefill and threshold != 0
+        default = max(1, self.max_num_batched_tokens // 2)
+        return Limits(
+            self.max_num_batched_tokens,
+            self.max_num_logit_rows,
+            long_threshold=(threshold or default) if is_any_long else NEVER,
+            max_long_chunk=threshold or NEVER,
+        )
 
     @property
     def num_running(self) -> int:
@@ -145,9 +150,18 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         request.max_total_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        self._refuse_what_never_fits(request)
+        refuse_what_never_fits(
+            request,
+            max_model_len=self.max_model_len,
+            num_blocks=self.pool.num_usable,
+            block_size=self.block_size,
+            max_whole_prompt_rows=None if self.enable_chunked_prefill else self.max_num_logit_rows,
+        )
+        self.tables.prepare(request)
+        self._num_added += 1
+        request.order = (request.priority if self.policy == "priority" else 0, self._num_added)
         self._requests[request.request_id] = request
-        self._waiting[request.request_id] = request
+        self._waiting.push(request)
 
     def finish(
         self,
@@ -161,240 +175,345 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        if request.status is RequestStatus.RUNNING:
+        is_running = request.status is RequestStatus.RUNNING
+        self._close(request, reason, stop_reason, now)
+        if is_running:
             self._running.remove(request)
         else:
-            del self._waiting[request_id]
-        self._close(request, reason, stop_reason, now)
+            self._waiting.discard(request)
         return True
 
     def abort(self, request_id: str, *, now: float | None = None) -> bool:
         """`finish` with the reason "abort"."""
         return self.finish(request_id, "abort", now=now)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block. What runs goes on, and publishes nothing that it began before."""
+        self.pool.forget()
+        for request in self._running:
+            request.publish_at = NEVER
+
     # -- a step
 
-    def plan(self, now: float | None = None) -> StepPlan | None:
+    def plan(self, now: float = 0.0) -> StepPlan | None:
         """Decide the next step and grant its blocks; None if there is nothing to do. `now` stamps first admissions."""
-        step = _Step(self.max_num_batched_tokens, self.max_num_logit_rows)
+        self.pool.now = now
+        step = Step(self._limits, len(self._running), self._num_short_tokens())
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step, now)
-        if step.tokens_left < 0 or step.rows_left < 0 or len(step.scheduled) != len(self._running):
+            while not (step.decodes or step.chunks) and self._waiting:
+                self._fail_first(step, now)
+        self._use_up(step)
+        plan = step.plan()
+        if (
+            plan.num_tokens > self.max_num_batched_tokens
+            or plan.num_logit_rows > self.max_num_logit_rows
+            or plan.num_requests != len(self._running)
+        ):
             raise IntegrityError(
-                f"step overdrawn: {step.tokens_left} tokens and {step.rows_left} rows of logits left, "
-                f"{len(step.scheduled)} of {len(self._running)} running requests scheduled"
+                f"step overdrawn: {plan.num_tokens} tokens, {plan.num_logit_rows} rows of logits, "
+                f"{plan.num_requests} of {len(self._running)} running requests scheduled"
             )
-        if not step.scheduled:
+        if not (plan.num_requests or plan.preempted or plan.failed):
             if self._requests:
                 raise IntegrityError(f"nothing runs and nothing can be admitted, but {len(self._requests)} wait")
             return None
-        return StepPlan(
-            step.scheduled,
-            self.max_num_batched_tokens - step.tokens_left,
-            self.max_num_logit_rows - step.rows_left,
-            step.preempted,
-        )
+        self._last_plan = plan
+        return plan
 
     def apply(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> list[StepUpdate]:
         """Take the step's results: advance counters, append tokens, end what is complete and free its blocks.
 
         Args:
             plan: the plan that was computed, once.
-            sampled: per chunk of the plan its new token ids: at least one where the chunk samples, else none. What
-                follows a token that ends the request is dropped.
+            sampled: per decode, then per chunk of the plan, its new token ids: at least one where the plan samples,
+                else none. What follows a token that ends the request is dropped.
             now: seconds, stamped on first tokens and ends.
 
         Returns:
             Updates of the requests that got tokens or ended, in the plan's order. Requests that were finished by
             `finish` or `abort` since the plan was made are left out.
         """
-        if len(sampled) != len(plan.scheduled):
-            raise IntegrityError(f"{len(plan.scheduled)} chunks were planned, results of {len(sampled)} were given")
-        updates = []
-        has_finished = False
-        for chunk, tokens in zip(plan.scheduled, sampled, strict=True):
-            request = chunk.request
-            if request.finish_reason is not None:  # ended since the plan was made
-                continue
-            samples = chunk.samples
-            if (not tokens) is samples:
-                raise IntegrityError(f"{len(tokens)} sampled tokens for {request!r}, whose chunk has samples={samples}")
-            end = request.num_computed_tokens = chunk.start + chunk.num_tokens
-            if request.needs_prompt_logits:
-                request.num_prompt_logits = max(request.num_prompt_logits, min(end, request.num_prompt_tokens))
-            if samples:
-                if request.first_token_time is None:
-                    request.first_token_time = now
-                tokens = request.append(tokens)
-            elif end == request.max_total_tokens:  # max_tokens is 0: the prompt was all there is to compute
-                request.finish_reason = "length"
-            else:
-                continue
-            reason = request.finish_reason
-            updates.append(StepUpdate(request, tokens, reason is not None))
-            if reason is not None:
-                has_finished = True
-                self._close(request, reason, request.stop_reason, now)
-        if has_finished:
+        num_decodes = len(plan.decodes)
+        if len(sampled) != plan.num_requests:
+            raise IntegrityError(f"{plan.num_requests} requests were planned, results of {len(sampled)} were given")
+        self.pool.now = now
+        self._count_step(plan)
+        self._catching_up = []
+        updates = self._apply_decodes(plan.decodes, sampled, now)
+        for chunk, tokens in zip(plan.chunks, sampled[num_decodes:], strict=True):
+            if chunk.request.finish_reason is None:  # not ended since the plan was made
+                self._apply_chunk(chunk, tokens, now, updates)
+        if self._has_finished:
             self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
+            self._has_finished = False
         return updates
 
-    def check(self) -> None:
-        """Prove that pool, queues and block tables agree. O(n); IntegrityError names the first contradiction."""
-        self.pool.check()
-        queued = [*self._running, *self._waiting.values()]
-        if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
-            raise IntegrityError(f"{len(queued)} requests run or wait, {len(self._requests)} are unfinished")
-        for request in self._running:
-            if request.status is not RequestStatus.RUNNING:
-                raise IntegrityError(f"among the running: {request!r}")
-            if request.num_computed_tokens > len(request.block_table) * self.block_size:
-                raise IntegrityError(f"computed tokens without blocks: {request!r}")
-            if request.num_computed_tokens >= request.num_tokens:
-                raise IntegrityError(f"runs with nothing to compute: {request!r}")
-        for request in self._waiting.values():
-            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.block_table:
-                raise IntegrityError(f"among the waiting: {request!r}")
-        holders = Counter(block_id for request in self._running for block_id in request.block_table)
-        for block_id in range(self.pool.num_blocks):
-            if holders[block_id] != self.pool.ref_count(block_id):
-                raise IntegrityError(
-                    f"block {block_id} is in {holders[block_id]} block tables and has "
-                    f"{self.pool.ref_count(block_id)} holders"
-                )
+    def _apply_decodes(self, decodes: list[Request], sampled: Sequence[Sequence[int]], now: float) -> list[StepUpdate]:
+        """The part of a step that is as long as the batch, so every line of it counts."""
+        updates: list[StepUpdate] = []
+        self.tables.num_resident_tokens += len(decodes)
+        for request, tokens in zip(decodes, sampled, strict=False):  # what `sampled` has beyond belongs to chunks
+            if request.finish_reason is not None:  # ended since the plan was made
+                self.tables.num_resident_tokens -= 1
+                continue
+            end = request.num_computed_tokens + 1
+            request.num_computed_tokens = end
+            if end >= request.publish_at:
+                self.tables.publish(request)
+            if len(tokens) == 1 and end + 1 < request.max_total_tokens and tokens[0] not in request.ending_token_ids:
+                request.token_ids.append(tokens[0])
+                updates.append((request, tokens))
+            else:
+                self._append(request, tokens, now, updates)
+        return updates
+
+    def _append(self, request: Request, tokens: Sequence[int], now: float, updates: list[StepUpdate]) -> None:
+        """Append tokens of which one may end the request."""
+        if not tokens:
+            raise IntegrityError(f"no sampled token for {request!r}")
+        updates.append((request, request.append(tokens)))
+        if request.finish_reason is not None:
+            self._end(request, now)
+        else:
+            self._note_progress(request)
+
+    def _apply_chunk(self, chunk: ScheduledChunk, tokens: Sequence[int], now: float, updates: list[StepUpdate]) -> None:
+        request = chunk.request
+        if (not tokens) is chunk.samples:
+            raise IntegrityError(f"{len(tokens)} sampled tokens for {request!r}, whose chunk has {chunk.samples=}")
+        end = request.num_computed_tokens = chunk.start + chunk.num_tokens
+        self.tables.num_resident_tokens += chunk.num_tokens
+        if end >= request.publish_at:
+            self.tables.publish(request)
+        if request.needs_prompt_logits:
+            request.num_prompt_logits = max(request.num_prompt_logits, min(end, request.num_prompt_tokens))
+        if chunk.samples:
+            if request.first_token_time is None:
+                request.first_token_time = now
+            self._append(request, tokens, now, updates)
+        elif end == request.max_total_tokens:  # max_tokens is 0: the prompt was all there is to compute
+            request.finish_reason = "length"
+            updates.append((request, tokens))
+            self._end(request, now)
+        else:
+            self._note_progress(request)
+
+    def _note_progress(self, request: Request) -> None:
+        """Tell a request whose next chunk is a decode from one that is catching up."""
+        has_one_left = request.num_tokens == request.num_computed_tokens + 1
+        request.is_caught_up = has_one_left and request.num_output_tokens > 0
+        if not request.is_caught_up:
+            self._catching_up.append(request)
+
+    def _end(self, request: Request, now: float) -> None:
+        assert request.finish_reason is not None
+        self._has_finished = True
+        self._close(request, request.finish_reason, request.stop_reason, now)
 
     # -- planning
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _num_short_tokens(self) -> int:
+        """What short prompts have to compute that run, or wait and may be admitted."""
+        missing = (r.num_tokens - r.num_computed_tokens for r in self._catching_up if not r.is_finished)
+        num_tokens = sum(num for num in missing if num <= self._limits.long_threshold)
+        if not self._awaits_blocks and len(self._running) < self.max_num_running:
+            num_tokens += self._waiting.num_short_tokens
+        return num_tokens
+
+    def _schedule_running(self, step: Step) -> None:
         """Give every running request its next chunk, preempting from the end of the order while blocks are short."""
-        scheduled, block_size = step.scheduled, self.block_size
-        tokens_left, rows_left = step.tokens_left, step.rows_left
+        decodes = step.decodes
         for request in self._running:  # may lose requests at its end, behind this one, to preemption
             start = request.num_computed_tokens
-            if start + 1 == len(request.token_ids) and start >= request.num_prompt_tokens:
-                chunk = ScheduledChunk(request, start, 1, 1, True)  # a decode: its token and row are always there
-            else:
-                num_behind = len(self._running) - len(scheduled) - 1
-                chunk = self._chunk(request, tokens_left - num_behind, rows_left - num_behind)
-            end = start + chunk.num_tokens
-            if end > len(request.block_table) * block_size and not self._make_room(request, end, step):
-                break
-            scheduled.append(chunk)
-            tokens_left -= chunk.num_tokens
-            rows_left -= chunk.num_logit_rows
-        step.tokens_left, step.rows_left = tokens_left, rows_left
+            if request.is_caught_up:
+                if start >= request.num_slots and not self._make_room(request, start + 1, step):
+                    return
+                decodes.append(request)
+                continue
+            chunk = step.chunk(request, start, owned_tokens=1, owned_rows=1)
+            if not self._make_room(request, start + chunk.num_tokens, step):
+                return
+            step.take(chunk, owned_tokens=1, owned_rows=1)
 
-    def _schedule_waiting(self, step: _Step, now: float | None) -> None:
-        """Admit waiting requests in order, until the first that does not fit into what is left."""
+    def _schedule_waiting(self, step: Step, now: float) -> None:
+        """Admit waiting requests in order, until one does not fit into what is left."""
         if self._awaits_blocks or not self._waiting or len(self._running) >= self.max_num_running:
             return
-        num_reserved = sum(map(self._num_blocks_soon, self._running))
-        while self._waiting and len(self._running) < self.max_num_running:
-            request = next(iter(self._waiting.values()))
-            chunk = self._chunk(request, step.tokens_left, step.rows_left)
-            if chunk.num_tokens < (1 if self.enable_chunked_prefill else request.num_tokens):
-                return
-            if num_reserved + self._num_blocks_to_admit(request) > self.pool.num_free:
-                self._awaits_blocks = True  # until blocks come back, the running can only need more
-                return
-            self._admit(request, chunk.num_tokens, now)
-            num_reserved += self._num_blocks_soon(request)
-            step.scheduled.append(chunk)
-            step.tokens_left -= chunk.num_tokens
-            step.rows_left -= chunk.num_logit_rows
+        held_back: list[Request] = []
+        num_reserved = sum(map(self.tables.num_missing_soon, self._running))
+        with_long = True
+        while len(self._running) + len(held_back) < self.max_num_running:
+            request = self._waiting.first(with_long)
+            if request is None:
+                break
+            hits = self.tables.match(request)
+            next_key = self.tables.next_key(request, len(hits))
+            if next_key is not None and step.is_in_flight(next_key, self.block_size):
+                self._waiting.pop(request)
+                held_back.append(request)
+                num_reserved += self.tables.num_missing_soon(request)
+                continue
+            start = len(hits) * self.block_size
+            chunk = step.chunk(request, start)
+            must_be_whole = bool(held_back) or not self.enable_chunked_prefill
+            if chunk.num_tokens < (request.num_tokens - start if must_be_whole else 1):
+                if not (with_long and step.is_long(request, start)):
+                    break
+                with_long = False
+                continue
+            if num_reserved + self._num_blocks_to_admit(request, hits, step) > self.pool.num_free:
+                self._awaits_blocks = True
+                break
+            self._admit(request, hits, chunk, now)
+            step.take(chunk)
+            num_reserved += self.tables.num_missing_soon(request)
+        for request in held_back:
+            self._waiting.push(request)
 
-    def _chunk(self, request: Request, max_tokens: int, max_rows: int) -> ScheduledChunk:
-        """What the request can catch up by within these limits; num_tokens is 0 where they allow nothing."""
-        start = request.num_computed_tokens
-        num_known = len(request.token_ids)
-        first_row = request.first_logit_position
-        end = min(num_known, start + max_tokens, first_row + max_rows)
-        samples = end == num_known and request.max_tokens > 0
-        return ScheduledChunk(request, start, end - start, max(0, end - first_row), samples)
-
-    def _num_blocks_soon(self, request: Request) -> int:
-        """Blocks it lacks for its known tokens and one block of growth, as far as it can grow at all."""
-        num_tokens = min(len(request.token_ids) + self.block_size, request.max_total_tokens)
-        return num_blocks_for(num_tokens, self.block_size) - len(request.block_table)
-
-    def _num_blocks_to_admit(self, request: Request) -> int:
-        """Blocks it needs itself, and what the running grow by, beyond their reserve, while it is catching up."""
+    def _num_blocks_to_admit(self, request: Request, hits: list[int], step: Step) -> int:
+        """Free blocks it takes, and what the running grow by, beyond their reserve, while it is catching up."""
+        num_missing = request.num_tokens - len(hits) * self.block_size
+        num_ahead = sum(chunk.request.num_tokens - chunk.start for chunk in step.chunks)
         num_running = len(self._running)
-        num_steps = (request.num_tokens - 1) // (self.max_num_batched_tokens - num_running)  # after this one
-        return self._num_blocks_soon(request) + num_running * (num_steps // self.block_size)
+        pace = self.max_num_batched_tokens - num_running  # tokens per step; at least 1, since one more may run
+        if num_missing > self._limits.long_threshold:
+            pace = min((pace + 1) // 2, self._limits.max_long_chunk)
+        num_steps = (num_ahead + num_missing - 1) // pace  # after this one
+        num_from_free = self.tables.num_missing_soon(request) - self.pool.num_shared(hits)
+        return num_from_free + num_running * (num_steps // self.block_size)
 
-    def _admit(self, request: Request, num_tokens: int, now: float | None) -> None:
-        del self._waiting[request.request_id]
-        self._running.append(request)
-        request.status = RequestStatus.RUNNING
-        request.block_table = self.pool.allocate(num_blocks_for(num_tokens, self.block_size))
-        if request.first_scheduled_time is None:
+    def _admit(self, request: Request, hits: list[int], chunk: ScheduledChunk, now: float) -> None:
+        self._waiting.pop(request)
+        insort(self._running, request, key=_order)
+        self.tables.start(request, hits, chunk.start + chunk.num_tokens)
+        if request.status is RequestStatus.WAITING:
+            self._count_admission(request)
             request.first_scheduled_time = now
+        request.status = RequestStatus.RUNNING
 
-    def _make_room(self, request: Request, end: int, step: _Step) -> bool:
+    def _make_room(self, request: Request, end: int, step: Step) -> bool:
         """Extend the block table to cover `end` tokens; False if the request itself had to be preempted."""
-        num_missing = num_blocks_for(end, self.block_size) - len(request.block_table)
+        num_missing = max(0, self.tables.num_missing(request, end))
         while num_missing > self.pool.num_free:
             victim = self._running.pop()  # never one that this step has scheduled: those stand before `request`
             self._preempt(victim)
-            step.preempted.append(victim)
+            step.preempt(victim)
             if victim is request:
                 return False
-        request.block_table += self.pool.allocate(num_missing)
+        self.tables.extend(request, num_missing)
         return True
+
+    def _use_up(self, step: Step) -> None:
+        """Give long prompts the tokens that were left to short ones and that none of those could take."""
+        for chunk in list(step.chunks) if step.spare_tokens > 0 else ():
+            if not step.is_long(chunk.request, chunk.start):
+                continue
+            longer = step.longer(chunk)
+            num_missing = max(0, self.tables.num_missing(chunk.request, longer.start + longer.num_tokens))
+            if longer.num_tokens > chunk.num_tokens and num_missing <= self.pool.num_free:
+                self.tables.extend(chunk.request, num_missing)
+                step.replace(chunk, longer)
+
+    def _fail_first(self, step: Step, now: float) -> None:
+        """Nothing runs and whose turn it is cannot be admitted: end it, so that the next one gets its turn.
+
+        `add` has refused what does not fit, so this means that somebody outside holds blocks.
+        """
+        request = self._waiting.first()
+        assert request is not None
+        message = (
+            f"no step can admit this request: it needs {self.tables.num_missing_soon(request)} KV blocks to go on, "
+            f"{self.pool.num_free} of {self.pool.num_usable} are free though nothing runs"
+        )
+        self.finish(request.request_id, "error", now=now)
+        self.stats.num_failed += 1
+        step.failed.append((request, message))
+        self._schedule_waiting(step, now)
 
     # -- giving blocks back
 
     def _preempt(self, request: Request) -> None:
-        """Back to the front of the queue, to be computed again from its first token; its tokens stay as they are."""
+        """Back into the queue, to be computed again from its first token; its tokens stay as they are."""
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         self._give_blocks_back(request)
         request.num_computed_tokens = 0
+        request.is_caught_up = False
         request.num_preemptions += 1
+        self.stats.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
+        self._waiting.push(request)
 
     def _close(self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float | None) -> None:
-        """The one way to the end; the caller has taken the request out of its queue, or does so next."""
+        """The one way to the end; the caller takes the request out of its queue next."""
         self._give_blocks_back(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.finished_time = now
+        self.stats.num_finished += 1
         del self._requests[request.request_id]
 
     def _give_blocks_back(self, request: Request) -> None:
-        self.pool.free(request.block_table)
-        request.block_table = []
+        self.tables.give_back(request)
         self._awaits_blocks = False
 
-    # -- admission
+    # -- statistics and checks
 
-    def _refuse_what_never_fits(self, request: Request) -> None:
-        num_prompt = request.num_prompt_tokens
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-        if request.max_tokens < 0:
-            raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 0", param="max_tokens")
-        if num_prompt + 1 > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; with max_model_len={self.max_model_len} it can have at most "
-                f"{self.max_model_len - 1}",
-                param="prompt",
-            )
-        if not self.enable_chunked_prefill and request.needs_prompt_logits and num_prompt > self.max_num_logit_rows:
-            raise RequestError(
-                f"logprobs of all {num_prompt} prompt tokens need as many rows of logits in one step, of which there "
-                f"are {self.max_num_logit_rows}; shorten the prompt or enable chunked prefill",
-                param="prompt_logprobs",
-            )
-        num_needed = num_blocks_for(request.max_total_tokens, self.block_size)
-        num_pool_tokens = self.pool.num_usable * self.block_size
-        if num_needed > self.pool.num_usable:
-            raise RequestError(
-                f"a prompt of {num_prompt} tokens and max_tokens={request.max_tokens} can grow to "
-                f"{request.max_total_tokens} tokens, which need {num_needed} KV blocks; "
-                f"the pool has {self.pool.num_usable} ({num_pool_tokens} tokens)",
-                param="prompt" if num_prompt + 1 > num_pool_tokens else "max_tokens",
-            )
+    def step_stats(self) -> StepStats:
+        """How things stand after the latest step; O(1)."""
+        plan, pool, stats = self._last_plan, self.pool, self.stats
+        return StepStats(
+            step=stats.num_steps,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_held_blocks=pool.num_held,
+            num_cached_blocks=pool.num_cached,
+            num_empty_blocks=pool.num_empty,
+            num_unused_slots=self.tables.num_unused_slots,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_recompute_tokens=plan.num_recompute_tokens,
+            num_decode_tokens=plan.num_decode_tokens,
+            num_preempted=len(plan.preempted),
+            num_query_tokens=stats.num_query_tokens,
+            num_hit_tokens=stats.num_hit_tokens,
+            num_evictions=pool.num_evictions,
+            block_size=self.block_size,
+        )
+
+    def _count_step(self, plan: StepPlan) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_prefill_tokens += plan.num_prefill_tokens
+        stats.num_recompute_tokens += plan.num_recompute_tokens
+        stats.num_decode_tokens += plan.num_decode_tokens
+
+    def _count_admission(self, request: Request) -> None:
+        request.num_cached_tokens = request.num_computed_tokens
+        self.stats.num_admitted += 1
+        if request.publish_at != NEVER and request.reads_cache:
+            self.stats.num_query_tokens += request.num_prompt_tokens
+            self.stats.num_hit_tokens += request.num_cached_tokens
+
+    def check(self) -> None:
+        """Prove that pool, queues, block tables and counters agree. O(n); IntegrityError names a contradiction."""
+        self.pool.check()
+        waiting = list(self._waiting)
+        queued = [*self._running, *waiting]
+        if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
+            raise IntegrityError(f"{len(queued)} requests run or wait, {len(self._requests)} are unfinished")
+        if len(waiting) != len(self._waiting) or self._running != sorted(self._running, key=_order):
+            raise IntegrityError(f"{len(self._waiting)} of {len(waiting)} waiting counted, or running out of order")
+        for request in self._running:
+            if request.status is not RequestStatus.RUNNING:
+                raise IntegrityError(f"among the running: {request!r}")
+            num_missing = request.num_tokens - request.num_computed_tokens
+            if num_missing < 1:
+                raise IntegrityError(f"runs with nothing to compute: {request!r}")
+            if request.is_caught_up and (num_missing > 1 or request.num_output_tokens == 0):
+                raise IntegrityError(f"counts as caught up: {request!r}")
+        for request in waiting:
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.block_table:
+                raise IntegrityError(f"among the waiting: {request!r}")
+        self.tables.check(self._running)

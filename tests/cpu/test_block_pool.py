@@ -137,27 +137,26 @@ def test_touching_what_cannot_be_held_is_an_error(block_id: int) -> None:
 
 def test_check_sees_a_broken_link() -> None:
     pool = BlockPool(5)
-    pool._blocks[3].prev = pool._blocks[1]
+    pool._previous[3] = 1
     with pytest.raises(IntegrityError, match="block 3 does not point back to 2"):
         pool.check()
 
 
 def test_check_sees_a_lost_block() -> None:
     pool = BlockPool(5)
-    first, lost, third = pool._blocks[1:4]
-    first.next, third.prev = third, first
+    pool._next[1], pool._previous[3] = 3, 1
     with pytest.raises(IntegrityError, match="3 blocks in the free list"):
         pool.check()
     pool.num_free -= 1
     with pytest.raises(IntegrityError, match="0 held; together they must be 4"):
         pool.check()
-    lost.ref_count = 1
+    pool._ref_counts[2] = 1
     pool.check()
 
 
 def test_check_sees_a_free_block_with_holders() -> None:
     pool = BlockPool(5)
-    pool._blocks[2].ref_count = 1
+    pool._ref_counts[2] = 1
     with pytest.raises(IntegrityError, match="block 2 is free, but has 1 holders"):
         pool.check()
 
@@ -204,3 +203,137 @@ def test_the_most_blocks_ever_held_are_remembered() -> None:
     assert pool.max_held == 5
     pool.allocate(4)
     assert pool.max_held == 7
+
+
+# -- what is cached
+
+
+def hold(pool: BlockPool, *keys: str) -> list[int]:
+    """Blocks published under these keys, with one holder."""
+    block_ids = pool.allocate(len(keys))
+    for block_id, key in zip(block_ids, keys, strict=True):
+        assert pool.publish(block_id, key)
+    return block_ids
+
+
+def test_published_blocks_are_found_as_far_as_the_prefix_goes() -> None:
+    pool = BlockPool(6)
+    a, b, _ = hold(pool, "a", "b", "c")
+    assert pool.match(["a", "b"]) == [a, b]
+    assert pool.match(["a", "x", "c"]) == [a], "nothing after a gap"
+    assert pool.match(["x", "a"]) == []
+
+
+def test_cached_blocks_are_found_after_they_are_freed_and_leave_the_middle_of_the_free_list() -> None:
+    pool = BlockPool(8)
+    a, b, c = hold(pool, "a", "b", "c")
+    pool.free([a, b, c])
+    assert free_order(pool) == [4, 5, 6, 7, c, b, a], "empty ones first, then the end of the chain"
+    assert (pool.num_empty, pool.num_cached, pool.num_held) == (4, 3, 0)
+    pool.touch(pool.match(["a", "b"]))
+    assert free_order(pool) == [4, 5, 6, 7, c]
+    assert (pool.num_empty, pool.num_cached, pool.num_held) == (4, 1, 2)
+    pool.check()
+
+
+def test_blocks_with_nothing_in_them_are_granted_before_cached_ones() -> None:
+    pool = BlockPool(6)
+    a = hold(pool, "a")
+    plain = pool.allocate(2)
+    pool.free(a)
+    pool.free(plain)
+    assert free_order(pool) == [2, 3, 4, 5, 1]
+    assert pool.allocate(4) == [2, 3, 4, 5]
+    assert pool.match(["a"]) == [1]
+    assert pool.num_evictions == 0
+
+
+def test_least_recently_used_are_evicted_first() -> None:
+    pool = BlockPool(5)
+    old, new = hold(pool, "old1", "old2"), hold(pool, "new1", "new2")
+    pool.free(old)
+    pool.free(new)
+    pool.touch(pool.match(["old1", "old2"]))
+    pool.free(old)
+    assert free_order(pool) == [new[1], new[0], old[1], old[0]]
+    assert pool.allocate(1) == [new[1]]
+    assert (pool.num_evictions, pool.num_cached) == (1, 3)
+    assert pool.match(["new1", "new2"]) == [new[0]]
+    pool.check()
+
+
+def test_block_shared_by_two_is_free_when_the_second_lets_go() -> None:
+    pool = BlockPool(4)
+    (a,) = hold(pool, "a")
+    pool.touch([a])
+    pool.free([a])
+    assert (pool.num_held, pool.num_cached) == (1, 0)
+    pool.free([a])
+    assert (pool.num_held, pool.num_cached) == (0, 1)
+
+
+def test_second_block_of_the_same_content_stays_unpublished() -> None:
+    pool = BlockPool(5)
+    (a,) = hold(pool, "a")
+    (twin,) = pool.allocate(1)
+    assert not pool.publish(twin, "a")
+    assert pool.match(["a"]) == [a]
+    pool.free([twin])
+    assert free_order(pool)[0] == twin, "worth nothing: used again first"
+    pool.check()
+
+
+@pytest.mark.parametrize("state", ["free", "published"])
+def test_only_a_held_block_can_be_published_and_once(state: str) -> None:
+    pool = BlockPool(4)
+    (a,) = hold(pool, "a")
+    if state == "free":
+        pool.free([a])
+    with pytest.raises(IntegrityError, match="block 1 is published"):
+        pool.publish(a, "b")
+
+
+def test_forget_leaves_held_blocks_to_their_holders() -> None:
+    pool = BlockPool(5)
+    kept, freed = hold(pool, "a"), hold(pool, "b")
+    pool.free(freed)
+    pool.forget()
+    pool.check()
+    assert pool.match(["a"]) == pool.match(["b"]) == []
+    assert (pool.num_held, pool.num_cached, pool.num_empty) == (1, 0, 3)
+    pool.free(kept)
+    assert pool.num_empty == 4
+    assert pool.num_evictions == 0
+
+
+def test_lifetime_and_idle_time_are_those_of_contents() -> None:
+    pool = BlockPool(3)
+    (cached,) = hold(pool, "a")
+    (plain,) = pool.allocate(1)
+    pool.now = 2.0
+    pool.free([plain])  # lived 2
+    pool.free([cached])
+    pool.now = 5.0
+    pool.touch([cached])
+    pool.now = 6.0
+    pool.free([cached])
+    pool.now = 10.0
+    pool.allocate(2)  # evicts: lived 10, idle 4
+    assert (pool.lifetime.count, pool.lifetime.sum) == (2, 12.0)
+    assert (pool.idle_before_evict.count, pool.idle_before_evict.sum) == (1, 4.0)
+
+
+def test_check_sees_a_key_without_its_block() -> None:
+    pool = BlockPool(4)
+    (a,) = hold(pool, "a")
+    pool._keys[a] = None
+    with pytest.raises(IntegrityError, match="0 blocks have a key, 1 keys are published"):
+        pool.check()
+
+
+def test_check_sees_a_wrong_count_of_cached_blocks() -> None:
+    pool = BlockPool(4)
+    pool.free(hold(pool, "a"))
+    pool.num_cached = 0
+    with pytest.raises(IntegrityError, match="1 free blocks are cached, 0 were counted"):
+        pool.check()

@@ -49,6 +49,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "logit_bias": {},
         "allowed_token_ids": None,
         "bad_words": (),
+        "skip_reading_prefix_cache": False,
     }
 
 
@@ -91,6 +92,7 @@ WRONG_VALUES: dict[str, tuple[object, ...]] = {
     ),
     "allowed_token_ids": ([], [-1], [1.0], ["1"], 1),
     "bad_words": ([""], "word", [1], 1),
+    "skip_reading_prefix_cache": ("yes", 1.5),
 }
 
 

@@ -9,60 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scheduling_steps import EOS, STOP, WORD, add, apply, chunks, make_request, make_scheduler, plan, step
 
 from lean_engine.errors import ConfigError, RequestError
-from lean_engine.memory.block_pool import BlockPool, IntegrityError
+from lean_engine.memory.block_pool import IntegrityError
+from lean_engine.scheduling.block_tables import BlockTables
+from lean_engine.scheduling.plan import ScheduledChunk
 from lean_engine.scheduling.request import Request, RequestStatus
-from lean_engine.scheduling.scheduler import Scheduler, StepPlan, StepUpdate
-
-EOS, STOP, WORD = 1, 2, 7
-
-
-def make_scheduler(num_usable: int = 100, **changes: Any) -> Scheduler:
-    """Blocks of 4 tokens unless said; limits wide enough not to matter unless said."""
-    arguments: dict[str, Any] = {
-        "block_size": 4,
-        "max_model_len": 400,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 400,
-        "max_num_logit_rows": 16,
-    }
-    return Scheduler(BlockPool(num_usable + 1), **arguments | changes)
-
-
-def make_request(request_id: str, num_prompt: int, max_tokens: int = 100, **changes: Any) -> Request:
-    return Request(request_id, range(10, 10 + num_prompt), max_tokens=max_tokens, **changes)
-
-
-def add(scheduler: Scheduler, request_id: str, num_prompt: int, max_tokens: int = 100, **changes: Any) -> Request:
-    request = make_request(request_id, num_prompt, max_tokens, **changes)
-    scheduler.add(request)
-    return request
-
-
-def plan(scheduler: Scheduler) -> StepPlan:
-    step = scheduler.plan(now=1.0)
-    assert step is not None
-    scheduler.check()
-    return step
-
-
-def chunks(step: StepPlan) -> list[tuple[str, int, int, bool]]:
-    return [(c.request.request_id, c.start, c.num_tokens, c.samples) for c in step.scheduled]
-
-
-def apply(scheduler: Scheduler, step: StepPlan, token_id: int = WORD) -> list[StepUpdate]:
-    """Every chunk that samples gets `token_id`."""
-    updates = scheduler.apply(step, [[token_id] if c.samples else [] for c in step.scheduled], now=2.0)
-    scheduler.check()
-    return updates
-
-
-def step(scheduler: Scheduler) -> list[tuple[str, int, int, bool]]:
-    planned = plan(scheduler)
-    apply(scheduler, planned)
-    return chunks(planned)
-
+from lean_engine.scheduling.scheduler import Scheduler
 
 # -- chunks and budgets
 
@@ -76,7 +30,7 @@ def test_prompt_then_one_token_per_step() -> None:
     assert (first.num_tokens, first.num_logit_rows, first.preempted) == (6, 1, [])
     assert request.block_table == [1, 2]
     assert request.status is RequestStatus.RUNNING
-    assert apply(scheduler, first) == [StepUpdate(request, [WORD], False)]
+    assert apply(scheduler, first) == [(request, [WORD])]
     assert step(scheduler) == [("a", 6, 1, True)]
     assert step(scheduler) == [("a", 7, 1, True)]
     assert request.output_token_ids == [WORD] * 3
@@ -107,7 +61,7 @@ def test_nothing_is_sampled_before_the_last_chunk() -> None:
         assert request.num_output_tokens == 0
     planned = plan(scheduler)
     assert chunks(planned) == [("a", 24, 6, True)]
-    assert apply(scheduler, planned) == [StepUpdate(request, [WORD], False)]
+    assert apply(scheduler, planned) == [(request, [WORD])]
 
 
 def test_decodes_come_first_and_the_prefill_takes_what_is_left() -> None:
@@ -127,7 +81,7 @@ def test_long_prefill_leaves_a_token_for_each_decode_behind_it() -> None:
     add(scheduler, "a", 2)
     assert step(scheduler) == [("long", 4, 4, False), ("a", 0, 1, False)], "no row is left for a"
     assert step(scheduler) == [("long", 8, 3, False), ("a", 1, 1, True)]
-    assert step(scheduler) == [("long", 11, 3, False), ("a", 2, 1, True)]
+    assert step(scheduler) == [("a", 2, 1, True), ("long", 11, 3, False)]
 
 
 def test_request_with_several_tokens_to_catch_up_leaves_one_for_each_behind_it() -> None:
@@ -135,7 +89,7 @@ def test_request_with_several_tokens_to_catch_up_leaves_one_for_each_behind_it()
     for name in "abc":
         add(scheduler, name, 1)
     scheduler.apply(plan(scheduler), [[5, 6, 7], [5], [5]], 0.0)
-    assert step(scheduler) == [("a", 1, 2, False), ("b", 1, 1, True), ("c", 1, 1, True)]
+    assert step(scheduler) == [("b", 1, 1, True), ("c", 1, 1, True), ("a", 1, 2, False)]
 
 
 def test_several_prompts_share_a_step_and_the_last_is_cut() -> None:
@@ -324,11 +278,11 @@ def test_queue_that_awaits_blocks_costs_nothing_until_some_come_back(monkeypatch
     step(scheduler)
     looked_at: list[str] = []
 
-    def num_blocks_soon(request: Request) -> int:
+    def num_missing_soon(request: Request) -> int:
         looked_at.append(request.request_id)
-        return Scheduler._num_blocks_soon(scheduler, request)
+        return BlockTables.num_missing_soon(scheduler.tables, request)
 
-    monkeypatch.setattr(scheduler, "_num_blocks_soon", num_blocks_soon)
+    monkeypatch.setattr(scheduler.tables, "num_missing_soon", num_missing_soon)
     for _ in range(7):
         step(scheduler)
         assert looked_at == []
@@ -439,7 +393,7 @@ def test_preempted_request_is_computed_again_like_a_prompt_and_goes_on() -> None
     assert planned is not None
     assert chunks(planned) == [("young", 0, 9, True)]
     assert planned.num_logit_rows == 1
-    assert apply(scheduler, planned, 9) == [StepUpdate(young, [9], False)], "old tokens are not delivered again"
+    assert apply(scheduler, planned, 9) == [(young, [9])], "old tokens are not delivered again"
     assert young.output_token_ids == [WORD] * 6 + [9]
     assert young.first_scheduled_time == 1.0
 
@@ -448,7 +402,7 @@ def test_step_that_preempts_admits_nobody() -> None:
     scheduler, _, young = pressed()
     step(scheduler)
     add(scheduler, "tiny", 1, max_tokens=1)
-    scheduler._num_blocks_to_admit = lambda request: 0  # type: ignore[method-assign]  # not by grace of the reserve
+    scheduler._num_blocks_to_admit = lambda *_: 0  # type: ignore[method-assign]  # not by grace of the reserve
     planned = plan(scheduler)
     assert planned.preempted == [young]
     assert chunks(planned) == [("old", 7, 1, True)], "two blocks are free, and yet neither young nor tiny gets one"
@@ -466,7 +420,7 @@ def test_preempted_requests_wait_before_new_ones_in_their_old_order() -> None:
         preempted += [request.request_id for request in planned.preempted]
         apply(scheduler, planned)
     assert preempted == ["c", "b"]
-    assert list(scheduler._waiting) == ["b", "c", "d"]
+    assert [request.request_id for request in scheduler._waiting] == ["b", "c", "d"]
 
 
 def test_several_are_preempted_for_one_large_chunk() -> None:
@@ -476,12 +430,12 @@ def test_several_are_preempted_for_one_large_chunk() -> None:
     step(scheduler)
     for name in ("b", "c"):  # admission would keep the blocks for old's prompt: put them in by hand
         request = add(scheduler, name, 8, max_tokens=4)
-        scheduler._admit(request, 8, None)
+        scheduler._admit(request, [], ScheduledChunk(request, 0, 8, 1, True), 0.0)
     old.needs_prompt_logits = False
     planned = plan(scheduler)
     assert [request.request_id for request in planned.preempted] == ["c", "b"]
     assert chunks(planned) == [("old", 4, 16, True)]
-    assert list(scheduler._waiting) == ["b", "c"]
+    assert [request.request_id for request in scheduler._waiting] == ["b", "c"]
 
 
 def test_over_committing_requests_each_get_every_token_once() -> None:
@@ -498,8 +452,8 @@ def test_over_committing_requests_each_get_every_token_once() -> None:
         updates = scheduler.apply(
             planned, [[c.request.num_tokens] if c.samples else [] for c in planned.scheduled], 0.0
         )
-        for update in updates:
-            delivered[update.request.request_id] += update.new_token_ids
+        for request, new_token_ids in updates:
+            delivered[request.request_id] += new_token_ids
     assert num_tokens_at_preemption, "the pool was short"
     assert delivered == {name: list(range(20, 80)) for name in "abc"}
     assert all(request.finish_reason == "length" for request in requests)
@@ -518,7 +472,7 @@ def finished_by(
     scheduler.add(request)
     updates = scheduler.apply(plan(scheduler), [tokens], now=5.0)
     scheduler.check()
-    assert updates == [StepUpdate(request, request.output_token_ids, request.finish_reason is not None)]
+    assert updates == [(request, request.output_token_ids)]
     assert request.is_finished == (request.finish_reason is not None) == (not scheduler.has_work())
     assert request.finished_time == (5.0 if request.is_finished else None)
     return request.output_token_ids, request.finish_reason, request.stop_reason
@@ -579,7 +533,7 @@ def test_max_tokens_0_computes_the_prompt_and_samples_nothing() -> None:
     planned = plan(scheduler)
     assert chunks(planned) == [("a", 4, 2, False)]
     assert planned.num_logit_rows == 2
-    assert scheduler.apply(planned, [[]], 3.0) == [StepUpdate(request, [], True)]
+    assert scheduler.apply(planned, [[]], 3.0) == [(request, [])]
     assert (request.finish_reason, request.output_token_ids, request.first_token_time) == ("length", [], None)
     assert scheduler.pool.num_free == scheduler.pool.num_usable
 
@@ -623,7 +577,7 @@ def test_results_that_do_not_match_the_plan_are_an_error() -> None:
     add(scheduler, "a", 3)
     add(scheduler, "b", 9)
     planned = plan(scheduler)
-    with pytest.raises(IntegrityError, match="2 chunks were planned, results of 1 were given"):
+    with pytest.raises(IntegrityError, match="2 requests were planned, results of 1 were given"):
         scheduler.apply(planned, [[WORD]], 0.0)
     with pytest.raises(IntegrityError, match=r"0 sampled tokens for Request\('a'.*samples=True"):
         scheduler.apply(planned, [[], []], 0.0)
@@ -683,7 +637,7 @@ def test_abort_between_plan_and_apply_drops_the_step_s_tokens() -> None:
     a, b = add(scheduler, "a", 4), add(scheduler, "b", 4)
     planned = plan(scheduler)
     assert scheduler.abort("a")
-    assert apply(scheduler, planned) == [StepUpdate(b, [WORD], False)]
+    assert apply(scheduler, planned) == [(b, [WORD])]
     assert (a.output_token_ids, a.finish_reason, a.block_table) == ([], "abort", [])
 
 
@@ -723,7 +677,7 @@ def test_check_sees_a_leaked_block() -> None:
 def test_check_sees_a_lost_request() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 4)
-    scheduler._waiting.clear()
+    scheduler._waiting.pop(scheduler._waiting.first())
     with pytest.raises(IntegrityError, match="0 requests run or wait, 1 are unfinished"):
         scheduler.check()
     with pytest.raises(IntegrityError, match="nothing can be admitted, but 1 wait"):
@@ -738,11 +692,11 @@ def test_check_sees_wrong_states_and_counters() -> None:
     with pytest.raises(IntegrityError, match=r"among the waiting: Request\('b', running"):
         scheduler.check()
     waiting.status = RequestStatus.WAITING
+    running.token_ids.append(9)
     running.num_computed_tokens = 5
     with pytest.raises(IntegrityError, match="computed tokens without blocks"):
         scheduler.check()
-    running.token_ids.pop()
-    running.num_computed_tokens = 4
+    running.num_computed_tokens = 6
     with pytest.raises(IntegrityError, match="nothing to compute"):
         scheduler.check()
     running.status = RequestStatus.PREEMPTED

@@ -1,8 +1,8 @@
 """Properties of the scheduler under random loads, on a device of a few lines.
 
 The device keeps one token per KV slot and "computes" the next token as a checksum of what it reads back through the
-block table: a block granted twice, a token skipped or computed twice in the wrong place, or a stop judged wrongly
-changes the output, which must be what the request gets alone.
+block table: a block granted twice, shared wrongly or cached under another's key, a token skipped or computed twice in
+the wrong place, or a stop judged wrongly changes the output, which must be what the request gets alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,12 +19,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lean_engine.errors import RequestError
 from lean_engine.memory.block_pool import BlockPool
+from lean_engine.memory.prefix_cache import BlockKey, BlockKeys, ExtraKey
+from lean_engine.scheduling.plan import ScheduledChunk, StepPlan
 from lean_engine.scheduling.request import Request
-from lean_engine.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan
+from lean_engine.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 23
 EOS = frozenset({1})
 STOP = frozenset({2, 3})
+CACHES = (None, "sha256", "builtin", "constant")  # None: no prefix cache; constant: every hash collides
+PREFIXES = ([5, 6, 7, 8] * 6, [5, 6, 7, 8, 5, 6, 7, 9] * 3)  # equal in their first blocks
+
+
+def make_keys(block_size: int, cache: str | None) -> BlockKeys | None:
+    if cache == "constant":
+        return BlockKeys(block_size, "builtin", lambda _: 0)
+    return None if cache is None else BlockKeys(block_size, cache)
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -82,6 +93,9 @@ class Simulation:
         max_num_batched_tokens: int = 16,
         max_num_logit_rows: int = 8,
         enable_chunked_prefill: bool = True,
+        cache: str | None = None,
+        policy: str = "fcfs",
+        long_prefill_token_threshold: int | None = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.device = Device(num_blocks, block_size)
@@ -93,7 +107,15 @@ class Simulation:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_logit_rows=max_num_logit_rows,
             enable_chunked_prefill=enable_chunked_prefill,
+            block_keys=make_keys(block_size, cache),
+            policy=policy,
+            long_prefill_token_threshold=long_prefill_token_threshold,
         )
+        self.block_size = block_size
+        self.is_cached = cache is not None
+        self.is_in_order = cache is None and long_prefill_token_threshold == 0  # otherwise some may pass others
+        self.content: dict[BlockKey, tuple[object, list[int]]] = {}  # key → extra keys and tokens it stands for
+        self.num_hits = 0
         self.max_num_seqs = max_num_seqs
         self.requests: dict[str, Request] = {}  # unfinished, in the order added
         self.delivered: dict[str, list[int]] = {}
@@ -101,7 +123,7 @@ class Simulation:
         self.num_tokens_at_preemption: dict[str, int] = {}
         self.num_preemptions = 0
         # The reserve reckons with one new token per request and step, and with chunks that only the token budget cuts.
-        self.is_reserve_exact = True
+        self.is_reserve_exact = self.is_in_order
         self.num_finished = 0
 
     def add(self, request: Request) -> None:
@@ -127,6 +149,7 @@ class Simulation:
             return
         self._check_plan(plan)
         self.scheduler.check()
+        self._check_sharing()
         sampled = [self.device.compute(chunk, num_sampled) for chunk in plan.scheduled]
         between()
         live = [chunk for chunk in plan.scheduled if not chunk.request.is_finished]
@@ -135,12 +158,38 @@ class Simulation:
             end = chunk.start + chunk.num_tokens
             positions = range(end - chunk.num_logit_rows, min(end, chunk.request.num_prompt_tokens))
             self.logit_positions[chunk.request.request_id].extend(positions)
-        for update in updates:
-            self.delivered[update.request.request_id].extend(update.new_token_ids)
-            assert update.finished == update.request.is_finished
-            if update.finished:
-                self._check_finished(update.request)
+        for request, new_token_ids in updates:
+            self.delivered[request.request_id].extend(new_token_ids)
+            assert request.is_finished == (request.finish_reason is not None)
+            if request.is_finished:
+                self._check_finished(request)
         self.scheduler.check()
+        self._check_published()
+
+    def _check_sharing(self) -> None:
+        """A block that several requests hold is at the same place in each, behind the same tokens."""
+        holders: dict[int, tuple[int, Request]] = {}
+        for request in self.scheduler._running:
+            for place, block_id in enumerate(request.block_table):
+                first_place, first = holders.setdefault(block_id, (place, request))
+                if first is not request:
+                    end = (place + 1) * self.block_size
+                    assert self.is_cached
+                    assert place == first_place
+                    assert first.token_ids[:end] == request.token_ids[:end]
+                    assert first.extra_keys == request.extra_keys
+
+    def _check_published(self) -> None:
+        """Every published block holds what its key stands for, and no key stands for two things."""
+        for request in self.requests.values():
+            for place, key in enumerate(request.block_keys):
+                tokens = request.token_ids[: (place + 1) * self.block_size]
+                assert self.content.setdefault(key, (request.extra_keys, tokens)) == (request.extra_keys, tokens)
+        for key, block_id in self.pool._published.items():
+            start = block_id * self.block_size
+            if key in self.content:
+                held = self.device.slots[start : start + self.block_size]
+                assert held == self.content[key][1][-self.block_size :]
 
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler, chunks = self.scheduler, plan.scheduled
@@ -149,8 +198,11 @@ class Simulation:
         assert len(chunks) == scheduler.num_running <= self.max_num_seqs
         assert all(chunk.num_tokens > 0 for chunk in chunks)
         assert all(chunk.start == chunk.request.num_computed_tokens for chunk in chunks)
-        running = [chunk.request.request_id for chunk in chunks]
-        assert running == list(self.requests)[: len(running)], "those added first run"
+        running = {chunk.request.request_id for chunk in chunks}
+        if self.is_in_order:
+            in_order = sorted(self.requests.values(), key=lambda request: request.order)
+            assert running == {request.request_id for request in in_order[: len(running)]}
+        self.num_hits += sum(c.request.num_cached_tokens for c in plan.chunks if c.request.first_scheduled_time == 1.0)
         for request in plan.preempted:
             assert request.request_id not in running, "preempted and admitted again in one step"
             before = self.num_tokens_at_preemption.get(request.request_id, 0)
@@ -178,14 +230,17 @@ class Simulation:
 
 
 def random_request(rng: random.Random, request_id: str, *, plain: bool = False) -> Request:
+    prefix = rng.choice(PREFIXES)[: rng.randint(0, 12)]
     return Request(
         request_id,
-        [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 16))],
+        prefix + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 16 - len(prefix)))],
         max_tokens=rng.randint(0, 48),
         min_tokens=rng.randint(0, 4),
         eos_token_ids=EOS if rng.random() < 0.2 else frozenset(),
         stop_token_ids=STOP if rng.random() < 0.2 else frozenset(),
         needs_prompt_logits=not plain and rng.random() < 0.2,
+        priority=rng.randint(-1, 1),
+        extra_keys=(ExtraKey("salt", "s"),) if rng.random() < 0.1 else (),
     )
 
 
@@ -200,25 +255,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([1, 2, 8, 64]),
         max_num_logit_rows=st.sampled_from([1, 3, 16]),
         enable_chunked_prefill=st.booleans(),
+        cache=st.sampled_from(CACHES),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        long_prefill_token_threshold=st.sampled_from([None, 0, 1, 5]),
     )
-    def start(self, num_usable: int, max_num_batched_tokens: int, enable_chunked_prefill: bool, **limits: int) -> None:
-        self.simulation = Simulation(
-            num_blocks=num_usable + 1,
-            max_num_batched_tokens=max_num_batched_tokens if enable_chunked_prefill else 64,
-            enable_chunked_prefill=enable_chunked_prefill,
-            **limits,
-        )
+    def start(self, num_usable: int, enable_chunked_prefill: bool, **limits: Any) -> None:
+        if not enable_chunked_prefill:
+            limits |= {"max_num_batched_tokens": 64, "long_prefill_token_threshold": None}
+        self.simulation = Simulation(num_blocks=num_usable + 1, enable_chunked_prefill=enable_chunked_prefill, **limits)
         self.num_added = 0
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30),
+        prefix=st.sampled_from([[], *PREFIXES]),
+        prefix_len=st.integers(0, 24),
+        tail=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12),
         max_tokens=st.integers(0, 40),
         min_tokens=st.integers(0, 4),
         eos_token_ids=st.sampled_from([EOS, frozenset()]),
         stop_token_ids=st.sampled_from([STOP, frozenset()]),
-        needs_prompt_logits=st.booleans(),
+        needs_prompt_logits=st.sampled_from([False, False, True]),
+        priority=st.integers(-1, 1),
+        extra_keys=st.sampled_from([(), (), (ExtraKey("salt", "x"),), (ExtraKey("lora", "x"),)]),
+        reads_cache=st.sampled_from([True, True, False]),
     )
-    def add(self, prompt: list[int], **parameters: int) -> None:
+    def add(self, prefix: list[int], prefix_len: int, tail: list[int], **parameters: Any) -> None:
+        prompt = prefix[:prefix_len] + tail
         scheduler, pool = self.simulation.scheduler, self.simulation.pool
         request = Request(f"r{self.num_added}", prompt, **parameters)
         self.num_added += 1
@@ -236,6 +297,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, num_sampled: int) -> None:
         self.simulation.step(num_sampled)
 
+    @rule()
+    def reset(self) -> None:
+        self.simulation.scheduler.reset_prefix_cache()
+        assert self.simulation.pool.num_cached == 0
+
     @precondition(lambda self: self.simulation.requests)
     @rule(data=st.data(), is_in_flight=st.booleans())
     def abort(self, data: st.DataObject, is_in_flight: bool) -> None:
@@ -249,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_are_conserved(self) -> None:
         self.simulation.scheduler.check()
         pool = self.simulation.pool
-        assert pool.num_free + pool.num_held == pool.num_usable
+        assert pool.num_empty + pool.num_cached + pool.num_held == pool.num_usable
         assert self.simulation.scheduler.has_work() == bool(self.simulation.requests)
 
     def teardown(self) -> None:
@@ -260,10 +326,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, database=None)
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, database=None)
 
 
-def run_mix(rng: random.Random, num_requests: int, num_waiting: int, *, plain: bool, **limits: int) -> Simulation:
+def run_mix(rng: random.Random, num_requests: int, num_waiting: int, *, plain: bool, **limits: Any) -> Simulation:
     """Keep up to `num_waiting` unfinished requests in the scheduler until `num_requests` have been through it."""
     simulation = Simulation(**limits)
     num_added = 0
@@ -283,10 +349,23 @@ def run_mix(rng: random.Random, num_requests: int, num_waiting: int, *, plain: b
     return simulation
 
 
-def test_a_thousand_requests_leave_nothing_behind() -> None:
-    simulation = run_mix(random.Random(0), 1000, 24, plain=False, num_blocks=30, max_num_batched_tokens=32)
+@pytest.mark.parametrize("cache", CACHES[:3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_thousand_requests_leave_nothing_behind(cache: str | None, policy: str) -> None:
+    simulation = run_mix(
+        random.Random(0),
+        1000,
+        24,
+        plain=False,
+        num_blocks=30,
+        max_num_batched_tokens=32,
+        cache=cache,
+        policy=policy,
+        long_prefill_token_threshold=None,
+    )
     assert simulation.num_finished > 600, "the others were aborted"
     assert simulation.num_preemptions > 20
+    assert (simulation.num_hits > 1000) == (cache is not None)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
@@ -307,11 +386,12 @@ def test_no_request_is_preempted_again_without_a_new_token(block_size: int, max_
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_output_depends_on_no_limit(seed: int) -> None:
+@pytest.mark.parametrize("cache", CACHES)
+def test_output_depends_on_no_limit(seed: int, cache: str | None) -> None:
     """Every run is compared, inside the simulation, with what each request gets alone."""
     for block_size in (4, 16):
         for max_num_batched_tokens in (8, 64):
             for num_blocks in (1 + 64 // block_size, 1000):
-                limits = {"block_size": block_size, "num_blocks": num_blocks}
-                limits["max_num_batched_tokens"] = max_num_batched_tokens
+                limits = {"block_size": block_size, "num_blocks": num_blocks, "cache": cache}
+                limits |= {"max_num_batched_tokens": max_num_batched_tokens, "long_prefill_token_threshold": None}
                 assert run_mix(random.Random(seed), 20, 20, plain=True, **limits).num_finished == 20

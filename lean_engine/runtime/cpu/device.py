@@ -15,7 +15,7 @@ import numpy as np
 from lean_engine.dtypes import numpy_dtype
 from lean_engine.errors import OutOfMemory
 from lean_engine.ir.graph import Dims
-from lean_engine.memory.budget import available_memory_bytes
+from lean_engine.memory.budget import available_memory_bytes, total_memory_bytes
 from lean_engine.passes import Launch
 from lean_engine.passes.plan_memory import ALIGNMENT, align
 from lean_engine.runtime.cpu import attention, blas, gemm, moe, rope_cache, rows
@@ -122,6 +122,9 @@ class CpuDevice:
 
     def memory_bytes(self) -> int:
         return available_memory_bytes()
+
+    def total_memory_bytes(self) -> int:
+        return total_memory_bytes()
 
     def workspace_bytes(self, launch: Launch, dims: Dims) -> int:
         shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
