@@ -1,0 +1,1 @@
+"""Measuring: traces of requests and what the engine makes of them."""

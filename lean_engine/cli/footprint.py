@@ -1,0 +1,127 @@
+"""A model's program from its configuration alone, for the memory it takes of a device.
+
+What is counted: the weights; the workspace, which is the arena for the activations of the engine's largest step, the
+rope tables and the step's inputs; and KV blocks. Kernels' own scratch depends on the device and is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
+from lean_engine.checkpoint.resolve import looks_like_path
+from lean_engine.cli.inspect import largest_step
+from lean_engine.errors import CheckpointError, ConfigError
+from lean_engine.memory.budget import kv_bytes_per_block
+from lean_engine.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from lean_engine.config import EngineConfig, ModelConfig
+    from lean_engine.ir.graph import Graph
+    from lean_engine.passes import Lowered
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What a step needs beside weights and KV cache, bytes."""
+
+    arena_bytes: int  # activations
+    rope_table_bytes: int
+    input_bytes: int  # ids, positions, slots, block tables, …
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arena_bytes + self.rope_table_bytes + self.input_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A compiled model and the memory it takes."""
+
+    model: str
+    config: ModelConfig
+    engine: EngineConfig
+    dtype: str
+    limit: int  # tokens: the context before it is fitted to the KV cache
+    graph: Graph  # before the passes
+    lowered: Lowered
+    largest_step: Mapping[str, int]  # in tokens, requests and rows of logits
+    arena_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        from lean_engine.passes.report import num_parameters
+
+        return num_parameters(self.graph)
+
+    @property
+    def weights_bytes(self) -> int:
+        from lean_engine.engine.start import weight_bytes
+
+        return weight_bytes(self.lowered)
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        from lean_engine.dtypes import dtype
+
+        c = self.config
+        return kv_bytes_per_block(c.num_layers, c.num_kv_heads, c.head_dim, block_size, dtype(self.dtype).num_bytes)
+
+    def workspace(self, max_model_len: int) -> Workspace:
+        """For a context of so many tokens."""
+        from lean_engine.ir.graph import TensorType
+        from lean_engine.ir.sources import RopeTable
+
+        dims = step_dims(self.largest_step, max_model_len, self.engine.block_size)
+        tables = [
+            TensorType(RopeTable(p.source.rope, max_model_len).shape, p.value.type.dtype)
+            for p in self.lowered.parameters
+            if isinstance(p.source, RopeTable)
+        ]
+        return Workspace(
+            self.arena_bytes,
+            sum(table.num_bytes({}) for table in tables),
+            sum(value.type.num_bytes(dims) for value in self.lowered.inputs),
+        )
+
+
+def step_dims(largest: Mapping[str, int], max_model_len: int, block_size: int) -> dict[str, int]:
+    """The letters of a program in which KV caches take no part in the arena."""
+    return {**largest, "M": -(-max_model_len // block_size), "N": 2, "S": block_size}
+
+
+def footprint_of(model: str, engine: EngineConfig, dtype: str) -> Footprint:
+    """Compile a model from its configuration.
+
+    Raises:
+        CheckpointError, ConfigError: there is no model of this name, or its configuration cannot be honoured.
+    """
+    from lean_engine import models
+    from lean_engine.engine.start import max_model_len_of
+    from lean_engine.passes import lower, optimize, plan_memory
+
+    config = models.configure(raw_config(model, engine))
+    limit = max_model_len_of(config, engine)
+    element_type = config.dtype if dtype == "auto" else dtype
+    graph = models.build(config, element_type, limit)
+    lowered = lower(optimize(graph))
+    largest = largest_step(engine, limit)
+    memory = plan_memory(lowered, step_dims(largest, limit, engine.block_size), lambda launch, dims: 0)
+    return Footprint(model, config, engine, element_type, limit, graph, lowered, largest, memory.arena_bytes)
+
+
+def raw_config(model: str, engine: EngineConfig) -> Mapping[str, Any]:
+    """config.json of whatever MODEL names: what exists on disk, else a preset, else what open_checkpoint finds."""
+    is_local = os.path.exists(os.path.expanduser(model))
+    if model in PRESETS and not is_local:
+        if engine.revision is not None:
+            raise ConfigError(f"revision is {engine.revision!r}, but {model} is a preset")
+        return PRESETS[model]
+    try:
+        return open_checkpoint(model, revision=engine.revision, token=engine.hf_token, load_format="dummy").config
+    except CheckpointError as error:
+        if is_local or looks_like_path(model) or model == DEFAULT_MODEL:
+            raise
+        raise CheckpointError(f"{error}; presets, which need no files: {', '.join(PRESETS)}") from None
