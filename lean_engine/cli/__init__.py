@@ -25,6 +25,8 @@ COMMANDS = {  # name → the module that holds it
     "generate": "lean_engine.cli.generate",
     "chat": "lean_engine.cli.chat",
     "inspect": "lean_engine.cli.inspect",
+    "plan": "lean_engine.cli.plan",
+    "bench": "lean_engine.cli.bench",
     "demo": "lean_engine.cli.demo",
 }
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C

@@ -30,6 +30,7 @@ from tiny import directory
 
 from lean_engine import cli
 from lean_engine.cli import COMMANDS, chat, options, run
+from lean_engine.cli.bench import SUBCOMMANDS
 from lean_engine.cli.demo import QUESTIONS, SYSTEM
 from lean_engine.cli.generate import to_json
 from lean_engine.cli.terminal import progress_bar
@@ -114,7 +115,7 @@ def test_version_and_bare_call(capsys: Capture) -> None:
     assert succeed(capsys) == succeed(capsys, "--help")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
 def test_every_command_says_what_it_does_with_an_example_and_defaults(name: str, capsys: Capture) -> None:
     out = succeed(capsys, name, "--help")
     assert "Examples:\n  lean-engine " + name in out
@@ -127,10 +128,24 @@ def test_every_command_says_what_it_does_with_an_example_and_defaults(name: str,
             assert option.show_default or "efault" in (option.help or ""), f"--{option.name} states no default"
 
 
+def test_bench_lists_its_benchmarks_and_each_says_what_it_does(capsys: Capture) -> None:
+    assert succeed(capsys, "bench") == succeed(capsys, "bench", "--help")
+    for name in SUBCOMMANDS:
+        assert name in succeed(capsys, "bench", "--help")
+        assert f"Examples:\n  lean-engine bench {name}" in succeed(capsys, "bench", name, "--help")
+    assert "unknown benchmark 'memry'; there are: memory" in fail(capsys, 2, "bench", "memry")
+
+
 def test_engine_flags_are_the_fields_of_engine_config() -> None:
     assert list(options.ENGINE_FLAGS) == [f.name for f in fields(EngineConfig)]
-    command = cli.LazyGroup("x").get_command(click.Context(cli.cli), "generate")
-    flags = {flag for option in command.params for flag in option.opts}
+    group = cli.LazyGroup("x")
+    bench = group.get_command(click.Context(cli.cli), "bench")
+    assert isinstance(bench, click.Group)
+    commands = [
+        group.get_command(click.Context(cli.cli), "generate"),
+        bench.get_command(click.Context(bench), "memory"),
+    ]
+    flags = {flag for command in commands if command is not None for option in command.params for flag in option.opts}
     assert {options.flag(name) for name in options.ENGINE_FLAGS} <= flags
 
 
@@ -375,7 +390,7 @@ def test_a_prompt_is_a_message_unless_it_has_been_through_the_template(llm: LLM,
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["genrate"], "unknown command 'genrate'; there are: generate, chat, inspect, demo"),
+        (["genrate"], "unknown command 'genrate'; there are: generate, chat, inspect, plan, bench, demo"),
         (["--bogus"], "--bogus"),
         (["generate", MODEL, "--raw", "--prompt", "a", "--bogus"], "--bogus"),
         (["generate", MODEL], "no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input"),
@@ -673,11 +688,16 @@ def test_demo_answers_eight_requests_and_counts_them(llm: LLM, capsys: Capture) 
     num_blocks = sum(-(-(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1) // 16) for o in outputs)
     table = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines()[-7:])
     assert table["requests"].startswith("8, answered in ")
-    assert table["prompt tokens"] == f"{num_prompt:,}"
+    prompt = re.fullmatch(r"([\d,]+), (\d+) of them found in the prefix cache", table["prompt tokens"])
+    assert prompt is not None
+    assert int(prompt[1].replace(",", "")) == num_prompt
+    num_shared_blocks, rest = divmod(int(prompt[2]), 16)
+    assert num_shared_blocks > 0, "the beginning that they share is computed once"
+    assert rest == 0
     assert table["output tokens"] == f"{num_output:,}"
-    found = re.fullmatch(r"(\d+) at most of 2,048 \([\d.]+ %\), 16 tokens each", table["KV blocks"])
-    assert found is not None
-    assert int(found[1]) == num_blocks
+    blocks = re.fullmatch(r"(\d+) at most of 2,048 \([\d.]+ %\), 16 tokens each", table["KV blocks"])
+    assert blocks is not None
+    assert 0 < int(blocks[1]) <= num_blocks - num_shared_blocks
     assert float(table["first token"].split()[0]) <= float(re.findall(r"[\d.]+", table["first token"])[1])
 
 

@@ -20,14 +20,15 @@ ALLOWED = {
     "ir": {"errors", "dtypes", "config"},
     "models": {"errors", "config", "ir"},
     "passes": {"errors", "ir"},
-    "memory": {"errors", "units"},
-    "scheduling": {"errors", "memory"},
+    "memory": {"errors", "units", "histogram"},
+    "scheduling": {"errors", "config", "memory"},
     "sampling": {"errors"},
     "runtime": {"errors", "dtypes", "config", "ir", "passes", "memory"},
 }
 ALLOWED["engine"] = set(ALLOWED)
 ALLOWED["llm"] = ALLOWED["engine"] | {"engine"}
-ALLOWED["cli"] = ALLOWED["llm"] | {"llm", "__version__"}
+ALLOWED["bench"] = {"errors", "units", "config", "memory", "scheduling"}
+ALLOWED["cli"] = ALLOWED["llm"] | {"llm", "bench", "__version__"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
