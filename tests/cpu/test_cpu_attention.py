@@ -14,6 +14,7 @@ from kernel_running import KernelRun
 from meaning import assert_close
 from numpy.typing import NDArray
 
+from lean_engine.runtime.cpu import attention
 from lean_engine.runtime.cpu.device import CpuDevice
 
 Array = NDArray[Any]
@@ -50,6 +51,7 @@ class Batch:
     softcap: float | None = None
     seed: int = 0
     max_blocks: int = 1  # columns of the block tables at least
+    num_shared: int = 0  # blocks with which the table of every request begins whose context has them
 
     def inputs(self) -> list[Array]:
         """q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens."""
@@ -57,6 +59,8 @@ class Batch:
         lengths = [context + new for context, new in self.requests]
         max_blocks = max(self.max_blocks, *(-(-length // self.block_size) + 1 for length in lengths), 2)
         tables = 1 + random.permutation(len(lengths) * max_blocks).reshape(len(lengths), max_blocks)
+        sharing = [b for b, (context, _) in enumerate(self.requests) if context >= self.num_shared * self.block_size]
+        tables[sharing, : self.num_shared] = tables[sharing[:1], : self.num_shared]
         shape = (1 + tables.size, self.num_kv_heads, self.block_size, self.head_dim)
         caches = random.choice([np.nan, np.inf, -np.inf], (2, *shape))
         for table, (context, new) in zip(tables, self.requests, strict=True):
@@ -159,6 +163,68 @@ def test_blocks_shared_by_requests(device: CpuDevice) -> None:
     assert_close(run.outputs[0], expected, 5e-6)
 
 
+@pytest.fixture
+def _any_sharing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a prefix of one block that two decodes share worth reading once."""
+    monkeypatch.setattr(attention, "MIN_SHARED_TOKENS", 1)
+
+
+SHARING = [(16, 1), (40, 1), (3, 1), (17, 1), (100, 1), (16, 3), (19, 1), (16, 1), (0, 20), (37, 1), (16, 1)]
+
+
+@pytest.mark.usefixtures("_any_sharing_counts")
+@pytest.mark.parametrize("num_shared", [1, 3, 4])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(2, 2, 8), (1, 1, 24), (3, 3, 64), (1, 8, 10)])
+def test_prefix_that_decodes_share_is_read_once(
+    any_device: CpuDevice, num_shared: int, softcap: float | None, num_kv_heads: int, group: int, head_dim: int
+) -> None:
+    batch = Batch(SHARING, num_kv_heads, group, head_dim, softcap=softcap, num_shared=num_shared)
+    _, _, _, tables, starts, lengths = batch.inputs()
+    geometry = attention.Geometry(num_kv_heads, group, head_dim, 4, None)
+    items = attention.make_items(geometry, tables, starts, lengths, 2)
+    assert sum(item.num_requests for item in items if item.shared_length == 4 * num_shared) == 8
+    check(any_device, batch)
+
+
+@pytest.mark.usefixtures("_any_sharing_counts")
+def test_long_shared_prefix_is_cut_to_the_scratch(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_ELEMENTS", 4 * 200 * 2)  # scores of 2 requests, 4 heads, 200 keys
+    batch = Batch([(200 + i, 1) for i in range(7)], num_shared=50)
+    _, _, _, tables, starts, lengths = batch.inputs()
+    items = attention.make_items(attention.Geometry(2, 2, 8, 4, None), tables, starts, lengths, 2)
+    assert max(item.num_requests * item.shared_length * 4 for item in items) <= attention.TILE_ELEMENTS
+    check(device, batch)
+
+
+@pytest.mark.usefixtures("_any_sharing_counts")
+def test_requests_of_one_table_keep_a_block_each(device: CpuDevice) -> None:
+    batch = Batch([(15, 1), (15, 1)])
+    inputs = batch.inputs()
+    inputs[3][1] = inputs[3][0]
+    items = attention.make_items(attention.Geometry(2, 2, 8, 4, None), inputs[3], inputs[4], inputs[5], 2)
+    assert {(item.shared_length, item.length) for item in items} == {(12, 4)}
+    run = KernelRun(device, "paged_attention", inputs, batch.attrs)
+    (expected,) = run.expected()
+    run.replay()
+    assert_close(run.outputs[0], expected, 5e-6)
+
+
+def test_scores_of_shared_and_own_parts_may_be_far_apart(device: CpuDevice) -> None:
+    """Whichever part has the larger maximum, the other neither overflows nor is lost."""
+    batch = Batch([(64, 1), (66, 1), (70, 1), (64, 1)], num_shared=16)
+    for factor in (40.0, -40.0):
+        inputs = batch.inputs()
+        shared = inputs[3][0, :16]
+        inputs[1][shared] = np.abs(inputs[1][shared])
+        inputs[0][...] = np.abs(inputs[0]) * factor
+        run = KernelRun(device, "paged_attention", inputs, batch.attrs)
+        (expected,) = run.expected()
+        run.replay()
+        assert np.isfinite(run.outputs[0]).all()
+        assert_close(run.outputs[0], expected, 5e-4)
+
+
 def test_large_scores_do_not_overflow(device: CpuDevice) -> None:
     batch = Batch(MIXED)
     inputs = batch.inputs()
@@ -211,6 +277,7 @@ requests_strategy = st.lists(
     st.sampled_from([None, 3.0]),
     st.integers(1, 3),
     st.integers(0, 1000),
+    st.sampled_from([0, 0, 1, 2, 4]),
 )
 def test_any_batch(
     requests: list[Request],
@@ -220,7 +287,10 @@ def test_any_batch(
     softcap: float | None,
     num_threads: int,
     seed: int,
+    num_shared: int,
 ) -> None:
     device = CpuDevice(num_threads)
-    check(device, Batch(requests, *heads, 8, block_size, window, softcap, seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MIN_SHARED_TOKENS", 1)
+        check(device, Batch(requests, *heads, 8, block_size, window, softcap, seed, num_shared=num_shared))
     device.close()

@@ -4,15 +4,19 @@ Once per step the requests become work items: decodes (one query) of similar len
 a prompt chunk is cut into tiles of queries. Each item gathers its blocks into scratch with one copy, so that a product
 sees one matrix per KV head. What a query must not see (later tokens, tokens outside the window, the unused end of a
 block) is never read into a result, whatever the cache holds there. Items are shared out over the threads.
+
+Decodes whose block tables begin alike, because they share a cached prefix, read it once: their queries attend to it
+together, as a chunk's would, and each adds the part that is its own (the two are merged by their maxima and sums, as in
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +26,7 @@ from lean_engine.runtime.device import Array, LaunchArgs
 GROUP_ELEMENTS = 1 << 18  # of gathered keys per group: with the values 2 MiB, about one core's cache
 TILE_ELEMENTS = 1 << 20  # of scores per tile
 TILE_ROWS = 64  # queries of a tile at most
+MIN_SHARED_TOKENS = 128  # gathers saved by reading a prefix once; below, the merge costs more
 MIN_FILL = 0.75  # a group's shortest request has at least this share of its longest one's blocks
 
 
@@ -52,11 +57,14 @@ class Item:
     hidden: Array  # [requests, rows, keys from hidden_from on] bool: what a query must not see
     hidden_from: int  # no key before this one is hidden
     ends: list[tuple[int, int, int]]  # (request, first, stop): keys nobody may see
+    shared_blocks: Array | None = None  # rows of the cache, [K · blocks]: a prefix before `blocks`, seen by every query
+    shared_length: int = 0  # its keys
     views: dict[int, Views] = field(default_factory=dict)  # by the address of the scratch; the same in every layer
 
     @property
     def cost(self) -> int:
-        return self.num_requests * self.length * (self.num_rows + 8)
+        num_queries = self.num_requests * self.num_rows
+        return self.num_requests * self.length * (self.num_rows + 8) + self.shared_length * (num_queries + 8)
 
 
 @dataclass(slots=True)
@@ -105,7 +113,7 @@ def share_out(items: list[Item], num_threads: int) -> list[list[Item]]:
 
 def make_items(g: Geometry, tables: Array, cu_seqlens: Array, seq_lens: Array, num_threads: int) -> list[Item]:
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    decodes: list[tuple[int, int, int]] = []  # (blocks, request, first block)
+    decodes: list[Decode] = []
     items: list[Item] = []
     for request, length in enumerate(lengths):
         num_rows = starts[request + 1] - starts[request]
@@ -113,20 +121,70 @@ def make_items(g: Geometry, tables: Array, cu_seqlens: Array, seq_lens: Array, n
             continue
         if num_rows == 1:
             first = 0 if g.window is None else max(0, length - g.window) // g.block_size
-            decodes.append((-(-length // g.block_size) - first, request, first))
+            decodes.append(Decode(-(-length // g.block_size) - first, request, first))
         elif num_rows > 1:
             items += tiles(g, tables[request], starts[request], num_rows, length)
-    decodes.sort(reverse=True)
-    max_blocks = blocks_per_group(g, sum(blocks for blocks, _, _ in decodes), num_threads)
-    group: list[tuple[int, int, int]] = []
+    families = [(0, decodes)] if g.window is not None else by_shared_prefix(g, decodes, tables)
+    max_blocks = blocks_per_group(g, sum(decode.blocks for _, family in families for decode in family), num_threads)
+    for num_shared, family in families:
+        for group in groups(g, num_shared, family, max_blocks, num_threads):
+            items.append(decode_group(g, num_shared, group, tables, starts, lengths))
+    return items
+
+
+class Decode(NamedTuple):
+    """A request with one query."""
+
+    blocks: int  # that are gathered for it alone
+    request: int
+    first: int  # of these blocks, in its block table
+
+
+def by_shared_prefix(g: Geometry, decodes: list[Decode], tables: Array) -> list[tuple[int, list[Decode]]]:
+    """Decodes by the number of blocks with which their tables all begin; those that share too little together at 0."""
+    by_first_block: dict[int, list[Decode]] = {}
     for decode in decodes:
-        if group and ((len(group) + 1) * group[0][0] > max_blocks or decode[0] < MIN_FILL * group[0][0]):
-            items.append(decode_group(g, group, tables, starts, lengths))
+        by_first_block.setdefault(int(tables[decode.request, 0]), []).append(decode)
+    alone: list[Decode] = []
+    families = [(0, alone)]
+    for members in by_first_block.values():
+        num_shared = num_common_blocks(tables, members) if len(members) > 1 else 0
+        if num_shared * g.block_size * (len(members) - 1) < MIN_SHARED_TOKENS:
+            alone += members
+        else:
+            own = [Decode(decode.blocks - num_shared, decode.request, num_shared) for decode in members]
+            families.append((num_shared, own))
+    return families
+
+
+def num_common_blocks(tables: Array, members: list[Decode]) -> int:
+    """How many blocks all have in common at their beginning; each keeps one at least that is its own."""
+    shortest = min(decode.blocks for decode in members) - 1
+    rows = tables[[decode.request for decode in members], :shortest]
+    differs = (rows != rows[0]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+def groups(
+    g: Geometry, num_shared: int, decodes: list[Decode], max_blocks: int, num_threads: int
+) -> Iterator[list[Decode]]:
+    """Decodes of similar length, longest first, as many together as the scratch holds."""
+    max_count = len(decodes)
+    if num_shared:
+        fitting = max(1, TILE_ELEMENTS // (g.num_q_heads * num_shared * g.block_size))
+        max_count = min(fitting, TILE_ROWS, -(-len(decodes) // num_threads))
+    group: list[Decode] = []
+    for decode in sorted(decodes, reverse=True):
+        if group and (
+            len(group) == max_count
+            or (len(group) + 1) * group[0].blocks > max_blocks
+            or decode.blocks < MIN_FILL * group[0].blocks - 1
+        ):
+            yield group
             group = []
         group.append(decode)
     if group:
-        items.append(decode_group(g, group, tables, starts, lengths))
-    return items
+        yield group
 
 
 def blocks_per_group(g: Geometry, num_blocks: int, num_threads: int) -> int:
@@ -137,9 +195,9 @@ def blocks_per_group(g: Geometry, num_blocks: int, num_threads: int) -> int:
 
 
 def decode_group(
-    g: Geometry, group: list[tuple[int, int, int]], tables: Array, starts: list[int], lengths: list[int]
+    g: Geometry, num_shared: int, group: list[Decode], tables: Array, starts: list[int], lengths: list[int]
 ) -> Item:
-    num_blocks = group[0][0]
+    num_blocks = group[0].blocks
     length = num_blocks * g.block_size
     block_ids = np.zeros((len(group), num_blocks), np.int64)
     keys = np.arange(length)
@@ -154,6 +212,7 @@ def decode_group(
         hidden_from = min(hidden_from, stop)
         ends += [(i, a, b) for a, b in ((0, start), (stop, length)) if a < b]
     rows = np.array([starts[request] for _, request, _ in group])
+    shared = tables[None, group[0].request, :num_shared].astype(np.int64)
     in_order = rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
     return Item(
         slice(int(rows[0]), int(rows[-1]) + 1) if in_order else rows,
@@ -164,6 +223,8 @@ def decode_group(
         hidden[..., hidden_from:],
         hidden_from,
         ends,
+        gather_rows(g, shared) if num_shared else None,
+        num_shared * g.block_size,
     )
 
 
@@ -272,11 +333,38 @@ class Views:
         self.queries_flat = self.queries.reshape(*heads, g.group * rows, g.head_dim)  # [c, K, g·n, D]
         self.maskable = self.scores.reshape(*heads, g.group, rows, length)[..., item.hidden_from :]
         self.hidden = item.hidden[:, None, None]  # [c, 1, 1, n, L]
-        self.row_values = np.empty((*heads, g.group * rows, 1), np.float32)  # maxima, then sums
+        self.maxima, self.sums = np.empty((2, *heads, g.group * rows, 1), np.float32)
         by_token = self.result.reshape(*heads, g.group, rows, g.head_dim).transpose(0, 3, 1, 2, 4)
         self.by_token = by_token[0] if count == 1 else by_token[:, 0]  # [queries, K, g, D]; one of c and n is 1
         self.ends = [self.kv[request, :, start:stop] for request, start, stop in item.ends]
         self.token_shape = (count, rows, g.num_kv_heads, g.group, g.head_dim)
+        self.shared = None if item.shared_blocks is None else SharedViews(item, item.shared_blocks, g, scratch)
+
+
+class SharedViews:
+    """The same for the prefix that c decodes share; it uses the scratch before their own parts do."""
+
+    def __init__(self, item: Item, blocks: Array, g: Geometry, scratch: Array) -> None:
+        count, length = item.num_requests, item.shared_length
+        self.blocks = blocks
+        heads = g.num_kv_heads
+        self.gathered, self.scores, self.queries = carve_all(
+            scratch,
+            (heads * length // g.block_size, g.block_size * g.head_dim),
+            (heads, g.group * count, length),
+            (heads, g.group, count, g.head_dim),
+        )
+        self.kv = self.gathered.reshape(heads, length, g.head_dim)  # [K, L, D]
+        self.keys_t = self.kv.transpose(0, 2, 1)  # [K, D, L]
+        self.queries_flat = self.queries.reshape(heads, g.group * count, g.head_dim)  # [K, g·c, D]
+        self.maxima, self.sums = np.empty((2, heads, g.group * count, 1), np.float32)
+        self.result = np.empty((heads, g.group * count, g.head_dim), np.float32)
+
+        def by_request(values: Array) -> Array:  # [K, g·c, x] → [c, K, g, x]
+            return values.reshape(heads, g.group, count, -1).transpose(2, 0, 1, 3)
+
+        self.parts = by_request(self.maxima), by_request(self.sums), by_request(self.result)
+        self.rescale, self.own_rescale = np.empty((2, count, heads, g.group, 1), np.float32)
 
 
 def carve_all(scratch: Array, *shapes: tuple[int, ...]) -> list[Array]:
@@ -319,26 +407,56 @@ class Worker:
 
     def attend(self, item: Item, v: Views) -> None:
         queries = self.q[item.rows].reshape(v.token_shape).transpose(0, 2, 3, 1, 4)
+        if v.shared is not None:
+            self.attend_to_shared(item, v.shared)
         np.multiply(queries, self.scale, out=v.queries)
         self.keys.take(item.blocks, axis=0, out=v.gathered, mode="clip")
         np.matmul(v.queries_flat, v.keys_t, out=v.scores)
-        self.softmax(v)
+        self.cap(v.scores)
+        np.copyto(v.maskable, -np.inf, where=v.hidden)
+        softmax(v.scores, v.maxima, v.sums)
         self.values.take(item.blocks, axis=0, out=v.gathered, mode="clip")
         for end in v.ends:
             end.fill(0)
         np.matmul(v.scores, v.kv, out=v.result)
-        np.divide(v.result, v.row_values, out=v.result)
+        if v.shared is not None:
+            merge(v, v.shared)
+        np.divide(v.result, v.sums, out=v.result)
         self.out[item.rows] = v.by_token
 
-    def softmax(self, v: Views) -> None:
-        """Scores → exp(score - max), hidden ones 0, and their sums, by which the result is divided later."""
-        scores = v.scores
+    def attend_to_shared(self, item: Item, s: SharedViews) -> None:
+        """The part of the shared prefix, not yet divided by its sum."""
+        np.multiply(self.q[item.rows].transpose(1, 2, 0, 3), self.scale, out=s.queries)
+        self.keys.take(s.blocks, axis=0, out=s.gathered, mode="clip")
+        np.matmul(s.queries_flat, s.keys_t, out=s.scores)
+        self.cap(s.scores)
+        softmax(s.scores, s.maxima, s.sums)
+        self.values.take(s.blocks, axis=0, out=s.gathered, mode="clip")
+        np.matmul(s.scores, s.kv, out=s.result)
+
+    def cap(self, scores: Array) -> None:
         if self.softcap is not None:
             np.divide(scores, self.softcap, out=scores)
             np.tanh(scores, out=scores)
             np.multiply(scores, self.softcap, out=scores)
-        np.copyto(v.maskable, -np.inf, where=v.hidden)
-        np.maximum.reduce(scores, axis=-1, keepdims=True, out=v.row_values)
-        np.subtract(scores, v.row_values, out=scores)
-        np.exp(scores, out=scores)
-        np.add.reduce(scores, axis=-1, keepdims=True, out=v.row_values)
+
+
+def softmax(scores: Array, maxima: Array, sums: Array) -> None:
+    """Scores → exp(score - max), hidden ones (-inf) 0; their maxima, and their sums, by which results are divided."""
+    np.maximum.reduce(scores, axis=-1, keepdims=True, out=maxima)
+    np.subtract(scores, maxima, out=scores)
+    np.exp(scores, out=scores)
+    np.add.reduce(scores, axis=-1, keepdims=True, out=sums)
+
+
+def merge(v: Views, s: SharedViews) -> None:
+    """Add the shared part to each request's own result and sums, both rescaled to the larger maximum."""
+    maxima, sums, result = s.parts
+    np.maximum(maxima, v.maxima, out=s.rescale)
+    np.subtract(v.maxima, s.rescale, out=s.own_rescale)
+    np.exp(s.own_rescale, out=s.own_rescale)
+    np.subtract(maxima, s.rescale, out=s.rescale)
+    np.exp(s.rescale, out=s.rescale)
+    for own, shared in ((v.result, result), (v.sums, sums)):
+        np.multiply(own, s.own_rescale, out=own)
+        own += shared * s.rescale
