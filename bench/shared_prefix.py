@@ -2,8 +2,8 @@
 
     python bench/shared_prefix.py [--model MODEL] [--rounds 3]
 
-One process holds both engines; they take turns on the same token ids, new ones in each round, so that the prefix is cold
-every time. The rate is (prompt + output tokens) / seconds from the submission to the last token.
+One process holds both engines; they take turns on the same token ids, new ones in each round, so that the prefix is
+cold every time. The rate is (prompt + output tokens) / seconds from the submission to the last token.
 """
 
 from __future__ import annotations
