@@ -42,7 +42,7 @@ DTYPES = {  # C++ type → NumPy's name; arrays of other types are compared by s
     "unsigned long long": "uint64",
 }
 MAX_PROFILE_ROWS = 4096
-LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\((\d+)\)\s*(\w+)\s*\(")
+LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\((\d+)(?:,\s*\d+)?\)\s*(\w+)\s*\(")
 ACCESSES = ("global read", "global write", "shared read", "shared write")
 LAUNCHING = threading.Lock()  # the runtime runs one launch at a time
 
