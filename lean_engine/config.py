@@ -303,6 +303,7 @@ def read_rope_scaling(c: Fields, s: Fields, kind: str, num_frequencies: int) -> 
     return options
 
 
+DEVICES = ("auto", "cpu", "cuda-emulated")
 HASH_ALGORITHMS = ("sha256", "builtin")
 POLICIES = ("fcfs", "priority")
 
@@ -314,7 +315,8 @@ class EngineConfig:
     revision: str | None = None  # Hub branch, tag or commit
     hf_token: str | None = None  # Hub access token; None = what the Hub library finds
     load_format: str = "auto"  # "auto" or "dummy" (random weights from a config alone)
-    dtype: str = "auto"  # "auto" or "float32": the CPU device computes in float32 whatever the checkpoint holds
+    device: str = "auto"  # "auto", "cpu", or "cuda-emulated": the CUDA kernels on the host, for tests
+    dtype: str = "auto"  # of weights and arithmetic; the CPU device computes in float32 whatever the checkpoint holds
     threads: int | None = None  # of the CPU device; None = what the process may use
     max_model_len: int | None = None  # tokens of prompt and output; None = the model's context, fitted to the KV pool
     block_size: int = 16  # tokens per KV block
@@ -345,7 +347,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 self._at_least_one(name)
         self._one_of("load_format", ("auto", "dummy"))
-        self._one_of("dtype", ("auto", "float32"))
+        self._one_of("device", DEVICES)
+        self._one_of("dtype", ("auto", "float32", "float16", "bfloat16"))
         if not is_integer(self.max_logprobs) or self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs!r}, must be -1 (no cap), 0 or more")
         if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):

@@ -113,7 +113,7 @@ def step_values(graph: Graph, step: Step, seed: int) -> Values:
     store = RandomTensors(graph, seed)
     for parameter in graph.parameters:
         values[parameter.value.name] = np.empty(parameter.source.shape)
-        write_source(parameter.source, values[parameter.value.name], store)
+        write_source(parameter.source, store, values[parameter.value.name])
     values |= {cache.name: cache_values(cache, step, inputs, seed) for cache in graph.caches}
     return values
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from lean_engine.bench.grid import SWEPT, Point, config_at, parse_sweeps
 from lean_engine.bench.memory import MemoryReport, OnStep, simulate
@@ -24,7 +23,7 @@ from lean_engine.bench.steady import steady_state
 from lean_engine.bench.trace import read_trace
 from lean_engine.bench.workloads import MIXES, Workload, make_workload, trace_workload
 from lean_engine.cli.bench_memory_text import describe_workload, report_text, sweep_text
-from lean_engine.cli.options import Command, Option, engine_options, flag, tokens
+from lean_engine.cli.options import Command, Option, engine_options, flag, is_given, tokens
 from lean_engine.cli.terminal import progress_bar
 from lean_engine.config import EngineConfig
 from lean_engine.errors import ConfigError
@@ -270,10 +269,6 @@ def refuse_without(other: str, names: Sequence[str]) -> None:
     for name in names:
         if is_given(name):
             raise click.UsageError(f"{flag(name)} needs {other}")
-
-
-def is_given(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
-from lean_engine.cli.options import Command, Option, engine_options, model_argument, tokens
+from lean_engine.cli.inspect_kernels import list_kernels
+from lean_engine.cli.options import Command, Option, engine_options, flag, is_given, model_argument, tokens
 from lean_engine.config import EngineConfig
 from lean_engine.units import format_bytes
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _INDEX = re.compile(r"(layers\.|[kv]_cache\.)(\d+)")
 FLOP_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 DEFAULT_CONTEXT = 1024
+MODEL_FLAGS = ("model", "num_tokens", "num_requests", "context", "full")  # what means nothing beside --kernels
 EXAMPLES = (
     "lean-engine inspect",
     "lean-engine inspect ./model --num-requests 16 --num-tokens 16 --context 4K",
@@ -67,6 +69,20 @@ EXAMPLES = (
     section="Output",
     help="Print all figures as a JSON object; with --full, the programs too.",
 )
+@click.option(
+    "--kernels",
+    is_flag=True,
+    cls=Option,
+    section="CUDA kernels",
+    help="List every CUDA kernel, compiled here without a GPU, instead of a model: registers, shared memory, spills.",
+)
+@click.option(
+    "--arch",
+    metavar="SM,SM,...",
+    cls=Option,
+    section="CUDA kernels",
+    help="With --kernels: architectures, such as sm_80,sm_90.  [default: all that are supported]",
+)
 @engine_options(
     "max_model_len",
     "max_num_seqs",
@@ -85,6 +101,8 @@ def command(
     context: int | None,
     full: bool,
     as_json: bool,
+    kernels: bool,
+    arch: str | None,
     engine: dict[str, Any],
 ) -> None:
     """Show how a model is compiled and what a step costs.
@@ -93,6 +111,14 @@ def command(
     launches, memory, bytes moved and floating-point operations. Only the configuration is read, and of a Hugging Face
     repository nothing else is downloaded.
     """
+    if kernels:
+        for name in filter(is_given, MODEL_FLAGS):
+            what = "MODEL" if name == "model" else flag(name)
+            raise click.UsageError(f"{what} does not go with --kernels; leave out one of them")
+        click.echo(list_kernels(arch, as_json))
+        return
+    if arch is not None:
+        raise click.UsageError("--arch needs --kernels")
     report = inspect_model(model or DEFAULT_MODEL, EngineConfig(**engine), num_tokens, num_requests, context)
     if as_json:
         click.echo(json.dumps(report.figures(full), ensure_ascii=False))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from lean_engine.checkpoint import DEFAULT_MODEL
 from lean_engine.config import EngineConfig
@@ -84,7 +85,8 @@ ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its ty
     "revision": (str, "Branch, tag or commit on the Hub. Default: the main branch."),
     "hf_token": (str, "Access token for the Hub. Default: HF_TOKEN, or what `hf auth login` has stored."),
     "load_format": (str, "auto reads the weights; dummy makes random ones and needs only the configuration."),
-    "dtype": (str, "Type of weights and arithmetic: auto or float32, the same thing on a CPU."),
+    "device": (str, "Where the model runs: auto, cpu, or cuda-emulated (CUDA kernels on the host; slow, for tests)."),
+    "dtype": (str, "Type of weights and arithmetic: auto, float32, float16, bfloat16; a CPU computes in float32."),
     "threads": (int, "CPU threads. Default: all CPUs this process may use."),
     "max_model_len": (
         tokens,
@@ -133,6 +135,7 @@ RUNNING = (  # what every command that runs an engine honours
     "enable_prefix_caching",
     "prefix_caching_hash_algo",
     "long_prefill_token_threshold",
+    "device",
     "threads",
     "dtype",
     "load_format",
@@ -201,6 +204,11 @@ def flag(name: str, has_negative: bool = False) -> str:
     """max_tokens → --max-tokens."""
     spelled = name.replace("_", "-")
     return f"--{spelled}/--no-{spelled}" if has_negative else f"--{spelled}"
+
+
+def is_given(name: str) -> bool:
+    """Whether the running command's parameter was on the command line."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def gather(key: str, names: Sequence[str], options: Sequence[Decorator], drop_unset: bool = False) -> Decorator:

@@ -72,6 +72,15 @@ class Batch:
         self.seq_lens[: size.num_requests] = lengths
         return size
 
+    def pad(self, size: StepSize, padded: StepSize) -> None:
+        """Fill up to a larger step: tokens that are written nowhere, requests of length 0, any row for logits."""
+        self.input_ids[size.num_tokens : padded.num_tokens] = 0
+        self.positions[size.num_tokens : padded.num_tokens] = 0
+        self.slot_mapping[size.num_tokens : padded.num_tokens] = -1
+        self.sample_rows[size.num_rows : padded.num_rows] = 0
+        self.cu_seqlens_q[size.num_requests + 1 : padded.num_requests + 1] = size.num_tokens
+        self.seq_lens[size.num_requests : padded.num_requests] = 0
+
     def _slots(self, chunk: ScheduledChunk) -> list[int]:
         places = np.arange(chunk.start, chunk.start + chunk.num_tokens)
         blocks = np.array(chunk.request.block_table)[places // self.block_size]

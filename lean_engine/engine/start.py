@@ -77,12 +77,51 @@ def start_engine(
     )
     model_config = models.configure(checkpoint.config)
     tokenizer = load_tokenizer(checkpoint, is_optional=config.load_format == "dummy")
-    device = CpuDevice(config.threads)
+    device = make_device(config, model_config)
     try:
         return assemble(checkpoint, model_config, tokenizer, device, config, on_progress)
     except BaseException:
         device.close()
         raise
+
+
+def make_device(config: EngineConfig, model_config: ModelConfig) -> Device:
+    """The device that the options name.
+
+    Raises:
+        ConfigError: there is none of this kind here, or it cannot compute as asked.
+    """
+    if config.device == "cuda-emulated":
+        from lean_engine.runtime.cuda.device import CudaDevice
+        from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
+
+        refuse_on_cuda(config, model_config)
+        return CudaDevice(EmulatedDriver(), cuda_dtype(config, model_config))
+    if config.dtype not in ("auto", "float32"):
+        raise ConfigError(f"dtype is {config.dtype!r}; the CPU device computes in float32")
+    return CpuDevice(config.threads)
+
+
+def refuse_on_cuda(config: EngineConfig, model_config: ModelConfig) -> None:
+    """ConfigError where the CUDA kernels have no such sizes."""
+    from lean_engine.runtime.cuda.attention import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
+
+    if config.block_size not in BLOCK_SIZES:
+        known = " or ".join(map(str, BLOCK_SIZES))
+        raise ConfigError(f"block_size is {config.block_size}; on a CUDA device it must be {known}")
+    if model_config.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        raise ConfigError(f"the model's head_dim is {model_config.head_dim}; a CUDA device has kernels for {known}")
+    group = model_config.num_q_heads // model_config.num_kv_heads
+    if group > MAX_GROUP:
+        raise ConfigError(f"{group} query heads share a KV head; a CUDA device has kernels for up to {MAX_GROUP}")
+
+
+def cuda_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
+    """The checkpoint's type, or bfloat16 where that is wider than a CUDA device computes in."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if model_config.dtype == "float32" else model_config.dtype
 
 
 def assemble(

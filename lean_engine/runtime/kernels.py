@@ -1,9 +1,9 @@
 """The kernel table: the signature every device implements under the kernel's name, checked before a launch is bound.
 
 A signature reads `inputs -> outputs; scalars`. An array is name:dtype[shape]; `real` stands for the program's element
-type; equal letters in one launch must be equal numbers, and products such as Q*D are checked once Q and D are known.
-`?` marks inputs that may be absent, all together. Scalars are wrapped in the declared type here, since devices check
-nothing.
+type, `real/f32` for that or float32 (logits); equal letters in one launch must be equal numbers, and products such as
+Q*D are checked once Q and D are known. `?` marks inputs that may be absent, all together. Scalars are wrapped in the
+declared type here, since devices check nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIGNATURES = {
     "rms_norm": "x:real[T,C] weight:real[G] -> out:real[T,C]; eps:f32 unit_offset:bool",
     "add_rms_norm": "x:real[T,H] residual:real[T,H] weight:real[H] -> out:real[T,H] sum:real[T,H];"
     " eps:f32 unit_offset:bool",
-    "gemm": "x:real[T,C] weight:real[O,C] bias?:real[O] -> out:real[T,O];",
+    "gemm": "x:real[T,C] weight:real[O,C] bias?:real[O] -> out:real/f32[T,O];",
     "slice_columns": "x:real[T,C] -> out:real[T,W]; start:i32 stop:i32",
     "rope": "x:real[T,C] positions:i32[T] table:f32[P,E] -> out:real[T,C]; head_dim:i32",
     "write_kv": "k:real[T,K*D] v:real[T,K*D] slots:i32[T] k_cache:real[N,K,S,D] v_cache:real[N,K,S,D]"
@@ -42,7 +42,7 @@ SIGNATURES = {
     "act_and_mul": "gate_up:real[T,2*I] -> out:real[T,I]; activation:str",
     "mul": "a:real[T,C] b:real[T,C] -> out:real[T,C];",
     "add": "a:real[T,C] b:real[T,C] -> out:real[T,C];",
-    "softcap": "x:real[T,C] -> out:real[T,C]; cap:f32",
+    "softcap": "x:real/f32[T,C] -> out:real/f32[T,C]; cap:f32",
     "gather_rows": "x:real[T,C] rows:i32[R] -> out:real[R,C];",
     "moe_route": "logits:real[T,E] -> weights:f32[T,A] ids:i32[T,A]; top_k:i32 normalize:bool",
     "moe_experts": "x:real[T,H] weights:f32[T,A] ids:i32[T,A] gate_up:real[E,2*I,H] down:real[E,H,I] -> out:real[T,H];"
@@ -60,7 +60,7 @@ SCALARS: dict[str, tuple[Any, Any]] = {  # kind → the Python types accepted, t
 @dataclass(frozen=True, slots=True)
 class Param:
     name: str
-    dtype: str  # a short name, or "real"
+    dtype: str  # a short name, "real", or "real/f32"
     shape: tuple[str, ...]
     is_optional: bool
 
@@ -95,9 +95,9 @@ class Kernel:
         return self._wrap(scalars)
 
     def _check_array(self, param: Param, array: Array, letters: dict[str, int], real: str) -> None:
-        wanted = real if param.dtype == "real" else SHORT[param.dtype]
-        if array.dtype.name != wanted:
-            raise LaunchError(f"{self.name}: {param.name} is {array.dtype.name}, must be {wanted}")
+        wanted = [real if short == "real" else SHORT[short] for short in param.dtype.split("/")]
+        if array.dtype.name not in wanted:
+            raise LaunchError(f"{self.name}: {param.name} is {array.dtype.name}, must be {' or '.join(wanted)}")
         if array.ndim != len(param.shape):
             raise LaunchError(f"{self.name}: {param.name} has shape {array.shape}, must be {list(param.shape)}")
         if not array.flags.c_contiguous:
@@ -139,7 +139,7 @@ def parse(name: str, signature: str) -> Kernel:
 
 
 def parse_params(text: str) -> tuple[Param, ...]:
-    found = re.findall(r"(\w+)(\??):(\w+)\[([^\]]*)\]", text)
+    found = re.findall(r"(\w+)(\??):([\w/]+)\[([^\]]*)\]", text)
     return tuple(Param(name, dtype, tuple(shape.split(",")), bool(optional)) for name, optional, dtype, shape in found)
 
 

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from lean_engine.dtypes import numpy_dtype
 from lean_engine.ir.graph import Dims, Value
 from lean_engine.passes import Launch, Lowered, plan_memory
 from lean_engine.runtime.device import Array, Device, LaunchArgs, Replay
@@ -28,8 +27,8 @@ class Program:
         weights: parameter name → buffer.
 
     Attributes:
-        inputs: step input name → int32 array of the largest size. A step of smaller sizes reads the head of each;
-            block_tables keeps its row length M.
+        inputs: step input name → int32 array of the largest size, in host memory. A step of smaller sizes reads the
+            head of each; block_tables keeps its row length M.
     """
 
     def __init__(self, lowered: Lowered, device: Device, max_dims: Dims, weights: Mapping[str, Array]) -> None:
@@ -38,7 +37,8 @@ class Program:
         self.max_dims = dict(max_dims)
         self.plan = plan_memory(lowered, max_dims, device.workspace_bytes)
         self.arena = device.allocate((self.plan.arena_bytes,), "uint8")
-        self.inputs = {v.name: self._allocate(v) for v in lowered.inputs}
+        self._inputs = device.make_inputs({v.name: v.type.concrete_shape(max_dims) for v in lowered.inputs})
+        self.inputs = self._inputs.host
         self.caches = {v.name: self._allocate(v) for v in lowered.caches}
         self._fixed = {**weights, **self.caches}
         self._scalars = self._check_launches()  # per launch, in their declared types
@@ -54,8 +54,9 @@ class Program:
             num_tokens, num_requests, num_rows: T, B and R of this step.
 
         Returns:
-            Output name → its array (logits [R, V] float32), valid until the next run.
+            Output name → its array on the device (logits [R, V] float32), valid until the next run.
         """
+        self._inputs.upload()
         key = (num_tokens, num_requests, num_rows)
         if key not in self._captures:
             self._captures[key] = self._capture({**self.max_dims, "T": num_tokens, "B": num_requests, "R": num_rows})
@@ -79,7 +80,7 @@ class Program:
         """Every value's array in a step of these sizes."""
         arrays = dict(self._fixed)
         for value in self.lowered.inputs:
-            arrays[value.name] = self.inputs[value.name][: value.type.concrete_shape(dims)[0]]
+            arrays[value.name] = self._inputs.device[value.name][: value.type.concrete_shape(dims)[0]]
         for launch in self.lowered.launches:
             for position, value in enumerate(launch.outputs):
                 alias = launch.aliases.get(position)
@@ -102,7 +103,7 @@ class Program:
         slot = self.plan.slots[value.name]
         shape = value.type.concrete_shape(dims)
         raw = self.arena[slot.offset : slot.offset + value.type.num_bytes(dims)]
-        return raw.view(np.dtype(value.type.dtype)).reshape(shape)
+        return raw.view(numpy_dtype(value.type.dtype)).reshape(shape)
 
     def _arguments(self, index: int, launch: Launch, arrays: Mapping[str, Array]) -> LaunchArgs:
         inputs = [arrays[v.name] for v in launch.inputs]

@@ -8,6 +8,7 @@ anything is allocated: the engine shows the checkpoint what `expected_shapes` sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,23 +48,23 @@ def load_weights(
     for parameter in parameters:
         value = parameter.value
         buffer = device.allocate(parameter.source.shape, value.type.dtype)
-        write_source(parameter.source, buffer, store)
+        device.fill(buffer, partial(write_source, parameter.source, store))
         buffers[value.name] = buffer
         on_progress(buffer.nbytes)
     return buffers
 
 
-def write_source(source: Source, out: Array, store: TensorStore) -> None:
+def write_source(source: Source, store: TensorStore, out: Array) -> None:
     """Realise a recipe into out, which has its shape."""
     if isinstance(source, Concat):
         start = 0
         for part in source.parts:
             stop = start + part.shape[0]
-            write_source(part, out[start:stop], store)
+            write_source(part, store, out[start:stop])
             start = stop
     elif isinstance(source, Stack):
         for part, place in zip(source.parts, out, strict=True):
-            write_source(part, place, store)
+            write_source(part, store, place)
     elif isinstance(source, Rows):
         write_tensor(source.tensor.name, store, out, slice(source.start, source.stop))
     elif isinstance(source, Tensor):

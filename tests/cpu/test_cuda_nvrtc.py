@@ -20,6 +20,7 @@ import pytest
 from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.errors import ConfigError
 from lean_engine.runtime.cuda import nvrtc
+from lean_engine.runtime.cuda.catalogue import by_source, every_instance
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
 from lean_engine.runtime.cuda.instances import ARCHITECTURES, instances_for
 from lean_engine.runtime.cuda.nvrtc import CompileError, Cubin, Nvrtc, Resources
@@ -46,10 +47,8 @@ Job = tuple[str, tuple[str, ...], str]  # source, expressions, architecture
 
 
 def jobs(arch: str) -> list[Job]:
-    by_source: dict[str, list[str]] = {}
-    for instance in instances_for(arch):
-        by_source.setdefault(instance.source, []).append(instance.expression)
-    return [(source, tuple(expressions), arch) for source, expressions in by_source.items()]
+    sources = by_source(every_instance(arch))
+    return [(source, tuple(expressions), arch) for source, expressions in sources.items()]
 
 
 def compile_job(job: Job) -> Cubin:
@@ -95,10 +94,11 @@ def table() -> dict[str, Any]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_without_spills_or_local_memory(arch: str) -> None:
     found = resources(arch)
-    assert set(found) == {i.expression for i in instances_for(arch)}
+    assert set(found) == {i.expression for i in every_instance(arch)}
+    small = {i.expression for i in instances_for(arch)}
     for name, r in found.items():
         assert (r.spill_bytes, r.stack_bytes) == (0, 0), name
-        assert 8 <= r.registers <= 64, name  # ptxas counted something, and two blocks of 512 threads fit
+        assert 8 <= r.registers <= (64 if name in small else 255), name  # 64: two blocks of 512 threads fit
 
 
 def test_registers_and_shared_memory_are_those_of_the_golden() -> None:

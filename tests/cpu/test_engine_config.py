@@ -20,7 +20,7 @@ from lean_engine.errors import ConfigError
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override is 0, must be an integer of at least 1"),
         ({"kv_cache_memory_bytes": "1GiB"}, "kv_cache_memory_bytes is '1GiB', must be an integer of at least 1"),
         ({"load_format": "pt"}, "load_format is 'pt', must be one of: auto, dummy"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', must be one of: auto, float32"),
+        ({"dtype": "int8"}, "dtype is 'int8', must be one of: auto, float32, float16, bfloat16"),
         ({"max_logprobs": -2}, "max_logprobs is -2, must be -1 (no cap), 0 or more"),
         ({"seed": "x"}, "seed is 'x', must be an integer of 64 bits"),
         ({"seed": 2**64}, f"seed is {2**64}, must be an integer of 64 bits"),

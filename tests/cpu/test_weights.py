@@ -66,14 +66,14 @@ SOURCES: dict[str, tuple[Source, Array]] = {
 @pytest.mark.parametrize(("source", "wanted"), SOURCES.values(), ids=SOURCES)
 def test_recipe_is_written_whole(source: Source, wanted: Array) -> None:
     out = np.full(source.shape, np.nan, np.float32)
-    write_source(source, out, Store(**STORE))
+    write_source(source, Store(**STORE), out)
     assert np.array_equal(out, wanted)
 
 
 def test_every_tensor_is_released_once_it_is_copied() -> None:
     store = Store(**STORE)
     source = Concat((ones("a", 4, 3), ones("b", 2, 3)))
-    write_source(source, np.empty(source.shape, np.float32), store)
+    write_source(source, store, np.empty(source.shape, np.float32))
     assert store.calls == ["tensor a", "release a", "tensor b", "release b"]
 
 

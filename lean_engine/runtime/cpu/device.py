@@ -22,7 +22,7 @@ from lean_engine.runtime.cpu import attention, blas, gemm, moe, rope_cache, rows
 from lean_engine.runtime.cpu.faster import Faster
 from lean_engine.runtime.cpu.scope import Call, Scope, in_turn
 from lean_engine.runtime.cpu.team import Team, split
-from lean_engine.runtime.device import Array, LaunchArgs, Replay
+from lean_engine.runtime.device import Array, LaunchArgs, Replay, StepInputs
 
 Shape = tuple[int, ...]
 Capture = Callable[[Scope, LaunchArgs, Sequence[Array]], list[Call]]
@@ -119,6 +119,19 @@ class CpuDevice:
             raise OutOfMemory(f"cannot allocate {num_bytes:,} bytes; {free:,} bytes of memory are free") from None
         start = -raw.ctypes.data % ALIGNMENT
         return raw[start : start + num_bytes].view(element).reshape(tuple(shape))
+
+    def fill(self, array: Array, write: Callable[[Array], None]) -> None:
+        write(array)
+
+    def read(self, array: Array) -> Array:
+        return array
+
+    def make_inputs(self, shapes: Mapping[str, Sequence[int]]) -> StepInputs:
+        arrays = {name: self.allocate(shape, "int32") for name, shape in shapes.items()}
+        return StepInputs(arrays, arrays, lambda: None)
+
+    def padded(self, num_tokens: int, num_requests: int, num_rows: int, limits: Dims) -> tuple[int, int, int]:
+        return num_tokens, num_requests, num_rows
 
     def memory_bytes(self) -> int:
         return available_memory_bytes()

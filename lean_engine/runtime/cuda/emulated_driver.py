@@ -1,0 +1,121 @@
+"""A GPU on the host, for tests: the kernels' sources run in tools/cuda_host, and CUDA's rules are kept.
+
+Memory that nobody has written holds NaN (and -1 as an integer). A graph replays the very launches it has recorded, at
+the addresses they had. Inside a capture it refuses what CUDA refuses. Matrix products are NumPy's, accumulated in
+float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from lean_engine.dtypes import numpy_dtype
+from lean_engine.errors import LaunchError
+from lean_engine.memory.budget import available_memory_bytes, total_memory_bytes
+from lean_engine.runtime.cuda.driver import HostArray
+from lean_engine.runtime.cuda.emulator import EmulatedKernels
+from lean_engine.runtime.cuda.instances import Instance, KernelCall
+from lean_engine.runtime.device import Array, Replay
+
+ALIGNMENT = 256  # bytes, as CUDA's allocations
+
+
+class EmulatedDriver:
+    """See runtime.cuda.driver.Driver.
+
+    Args:
+        arch: whose tile shapes and limits are taken.
+        num_sms: few, since every block of a grid is run, busy or not.
+        is_checked: check each memory access of each kernel, about twice as slow.
+
+    Raises:
+        ConfigError: this is no source checkout, or there is no g++.
+    """
+
+    name = "emulated GPU"
+
+    def __init__(self, arch: str = "sm_90", num_sms: int = 2, is_checked: bool = False) -> None:
+        self.arch = arch
+        self.num_sms = num_sms
+        self._kernels = EmulatedKernels(is_checked)
+        self._prepared: set[Instance] = set()
+        self._recorded: list[Replay] | None = None  # of the graph being captured
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> Array:
+        self._refuse_in_capture("memory is allocated")
+        element = numpy_dtype(dtype)
+        num_bytes = math.prod(shape) * element.itemsize
+        raw = np.full(num_bytes + ALIGNMENT, 0xFF, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start : start + num_bytes].view(element).reshape(tuple(shape))
+
+    def allocate_host(self, shape: Sequence[int], dtype: str) -> HostArray:
+        self._refuse_in_capture("host memory is page-locked")
+        return np.full(tuple(shape), 0, numpy_dtype(dtype))
+
+    def upload(self, source: HostArray, target: Array) -> None:
+        self._refuse_in_capture("memory is copied")
+        target[...] = source
+
+    def download(self, source: Array, target: HostArray) -> None:
+        self._refuse_in_capture("memory is copied")
+        target[...] = source
+
+    def synchronize(self) -> None:
+        self._refuse_in_capture("the host waits")
+
+    def prepare(self, instances: Iterable[Instance]) -> None:
+        missing = set(instances) - self._prepared
+        if missing:
+            self._refuse_in_capture("a kernel is compiled")
+            self._kernels.build(missing)
+            self._prepared |= missing
+
+    def launch(self, call: KernelCall) -> None:
+        if call.instance not in self._prepared:
+            raise LaunchError(f"{call.instance.expression} is launched but was never prepared")
+        self._run(self._kernels.bind(call))
+
+    def matmul(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
+        self._run(partial(multiply, x, weight, bias, out))
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        self._refuse_in_capture("another capture begins")
+        self._recorded = []
+        try:
+            run()
+            return partial(run_all, self._recorded)
+        finally:
+            self._recorded = None
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return available_memory_bytes(), total_memory_bytes()
+
+    def close(self) -> None:
+        self._prepared.clear()
+
+    def _run(self, command: Replay) -> None:
+        if self._recorded is None:
+            command()
+        else:
+            self._recorded.append(command)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self._recorded is not None:
+            raise LaunchError(f"{what} while a graph is captured, which CUDA refuses")
+
+
+def run_all(commands: Sequence[Replay]) -> None:
+    for command in commands:
+        command()
+
+
+def multiply(x: Array, weight: Array, bias: Array | None, out: Array) -> None:
+    product = x.astype(np.float32) @ weight.astype(np.float32).T
+    if bias is not None:
+        product += bias.astype(np.float32)
+    out[...] = product.astype(out.dtype)

@@ -1,0 +1,266 @@
+"""The CUDA device's own launch code, padding and graph capture with its kernels run on the host, beside the CPU device.
+
+Weights are rounded to the device's type first and read by both, so what differs is arithmetic in 16 bits. A greedy
+answer may then leave the CPU's only where the CPU itself was undecided between two tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY, LoadLLM
+from safetensors.numpy import save_file
+
+from lean_engine import LLM, RequestOutput, SamplingParams, models
+from lean_engine.checkpoint import open_checkpoint
+from lean_engine.dtypes import numpy_dtype
+from lean_engine.engine.start import compile_model
+from lean_engine.errors import ConfigError, LaunchError
+from lean_engine.runtime.cpu.device import CpuDevice
+from lean_engine.runtime.cuda.device import GRAPH_SIZES, CudaDevice
+from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
+from lean_engine.runtime.weights import expected_shapes
+
+SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+FAMILIES = sorted(p.name for p in TINY.iterdir())
+DENSE = [name for name in FAMILIES if name not in ("mixtral", "qwen3-moe")]
+TOLERANCE = {"bfloat16": 0.12, "float16": 0.02}  # of log-probabilities
+PROMPTS = [[(i * 7 + j * 3) % 500 + 5 for j in range(length)] for i, length in enumerate((5, 33, 18, 1))]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+
+MakeModel = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """A family's tiny model with sizes that the CUDA kernels have, its random weights rounded to a type."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(family: str, dtype: str) -> Path:
+        if (family, dtype) not in made:
+            made[family, dtype] = directory = tmp_path_factory.mktemp(f"{family}-{dtype}")
+            config = json.loads((TINY / family / "config.json").read_text()) | SIZES | {"dtype": dtype}
+            (directory / "config.json").write_text(json.dumps(config))
+            checkpoint = open_checkpoint(str(directory), load_format="dummy")
+            lowered = compile_model(models.configure(checkpoint.config), CpuDevice(1), 64)
+            checkpoint.expect(expected_shapes(lowered.parameters))
+            tensors = {name: checkpoint.tensor(name).astype(numpy_dtype(dtype)) for name in checkpoint.names()}
+            save_file(tensors, directory / "model.safetensors")
+            (directory / "tokenizer.json").write_bytes((TINY / family / "tokenizer.json").read_bytes())
+        return made[family, dtype]
+
+    return make
+
+
+@pytest.fixture
+def load_emulated(load_llm: LoadLLM) -> LoadLLM:
+    """LLMs on the emulated GPU; skipped where it cannot be had."""
+
+    def load(model: Path, **options: Any) -> LLM:
+        try:
+            return load_llm(model, device="cuda-emulated", **options)
+        except ConfigError as error:
+            if "emulat" in str(error) or "g++" in str(error):
+                pytest.skip(str(error))
+            raise
+
+    return load
+
+
+def prompts(ids: list[list[int]]) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": i} for i in ids]
+
+
+def assert_close(found: list[RequestOutput], wanted: list[RequestOutput], tolerance: float) -> None:
+    """Ids equal, and their log-probabilities close, up to where `wanted` was undecided."""
+    for one, other in zip(found, wanted, strict=True):
+        for mine, theirs in zip(one.outputs, other.outputs, strict=True):
+            assert len(mine.token_ids) == len(theirs.token_ids)
+            for step, token in enumerate(theirs.token_ids):
+                likeliest = sorted((entry.logprob for entry in theirs.logprobs[step].values()), reverse=True)
+                if mine.token_ids[step] != token:
+                    assert likeliest[0] - likeliest[1] < 2 * tolerance, f"token {step} differs, and no tie explains it"
+                    break
+                assert abs(mine.logprobs[step][token].logprob - theirs.logprobs[step][token].logprob) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", DENSE)
+def test_every_family_gives_the_cpu_device_s_answers(
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel, family: str, dtype: str
+) -> None:
+    model = make_model(family, dtype)
+    wanted = load_llm(model).generate(prompts(PROMPTS), GREEDY)
+    found = load_emulated(model).generate(prompts(PROMPTS), GREEDY)
+    scale = 3 if family.startswith("gemma") else 1  # norm weights of 1 count as 2 there, and logits are larger
+    assert_close(found, wanted, scale * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("family", ["llama3-rope", "gemma2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.006)])
+def test_logits_of_whole_prompts_are_the_cpu_device_s(
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel, family: str, dtype: str, tolerance: float
+) -> None:
+    """float16 has three bits more than bfloat16: were the difference not rounding, it would not be 8 times smaller."""
+    model, params = make_model(family, dtype), SamplingParams(max_tokens=0, prompt_logprobs=-1)
+    pair = []
+    for load in (load_llm, load_emulated):
+        (output,) = load(model, max_logprobs=-1).generate(prompts(PROMPTS[1:2]), params)
+        entries = [entry for entry in output.prompt_logprobs or [] if entry is not None]
+        pair.append(np.array([[entry[token].logprob for token in range(512)] for entry in entries]))
+    assert pair[0].shape == (32, 512)
+    assert ((pair[0] - pair[1]) ** 2).mean() ** 0.5 < tolerance * pair[0].std()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        {"block_size": 32, "max_num_seqs": 2},
+        {"enable_prefix_caching": False},
+    ],
+    ids=["chunks", "blocks of 32", "no cache"],
+)
+def test_engine_runs_do_not_depend_on_how_the_work_is_cut(
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel, options: dict[str, Any]
+) -> None:
+    model = make_model("llama-gqa-tied", "float16")
+    shared = PROMPTS[1]
+    ids = [[*shared, 9], [*shared, 10, 11], *PROMPTS, shared[:32]]
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.3, ignore_eos=True, logprobs=2),
+        *[GREEDY] * 4,
+    ]
+    wanted = load_llm(model, enable_prefix_caching=False).generate(prompts(ids), params)
+    llm = load_emulated(model, **options)
+    for _ in range(2):  # cold, then warm
+        assert_close(llm.generate(prompts(ids), params), wanted, TOLERANCE["float16"])
+    assert (llm.stats().num_hit_tokens > 0) == options.get("enable_prefix_caching", True)
+
+
+def test_preempted_answers_go_on_as_if_nothing_had_happened(
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel
+) -> None:
+    model = make_model("llama-gqa-tied", "float16")
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=36, ignore_eos=True, logprobs=2)
+    ids = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
+    wanted = load_llm(model).generate(prompts(ids), params)
+    llm = load_emulated(model, num_gpu_blocks_override=6, max_model_len=64, max_num_seqs=4)
+    assert_close(llm.generate(prompts(ids), params), wanted, TOLERANCE["float16"])
+    assert llm.engine.scheduler.stats.num_preemptions > 0
+
+
+def test_padded_rows_write_nothing_and_nothing_unwritten_is_read(load_emulated: LoadLLM, make_model: MakeModel) -> None:
+    """Three requests in a graph for four, over a cache that holds NaN wherever no token was written."""
+    llm = load_emulated(make_model("qwen3", "bfloat16"), max_num_seqs=8, num_gpu_blocks_override=12, max_model_len=64)
+    outputs = llm.generate(prompts(PROMPTS[:3]), GREEDY)
+    assert all(
+        np.isfinite(entry[t].logprob)
+        for o in outputs
+        for a in o.outputs
+        for t, entry in zip(a.token_ids, a.logprobs, strict=True)
+    )
+    num_written = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
+    for cache in llm.engine.runner.program.caches.values():
+        values = cache.astype(np.float32)
+        assert np.isnan(values[0]).all(), "the null block"
+        slots = ~np.isnan(values).all(axis=(1, 3))  # [N, S]
+        assert slots.sum() == num_written
+        assert np.isfinite(values.transpose(0, 2, 1, 3)[slots]).all()
+
+
+def test_steps_of_many_sizes_share_a_few_graphs(load_emulated: LoadLLM, make_model: MakeModel) -> None:
+    llm = load_emulated(make_model("llama-gqa-tied", "float16"), max_num_seqs=8)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(5, 500, int(n)).tolist() for n in rng.integers(1, 40, 10)]
+    params = [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in rng.integers(2, 12, 10)]
+    llm.generate(prompts(ids), params)
+    sizes = list(llm.engine.runner.program._captures)
+    assert llm.engine.num_steps > 2 * len(sizes)
+    assert {size[0] for size in sizes} <= set(GRAPH_SIZES)
+
+
+# -- the device
+
+
+@pytest.fixture
+def device() -> CudaDevice:
+    try:
+        return CudaDevice(EmulatedDriver(), "bfloat16")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("size", "padded"),
+    [
+        ((1, 1, 1), (1, 1, 1)),
+        ((3, 3, 3), (4, 4, 4)),
+        ((9, 9, 9), (16, 16, 16)),
+        ((100, 100, 100), (100, 100, 64)),
+        ((5, 3, 3), (8, 100, 4)),
+        ((130, 1, 0), (136, 100, 1)),
+        ((300, 2, 2), (300, 100, 2)),
+    ],
+)
+def test_sizes_are_padded_within_the_limits(
+    device: CudaDevice, size: tuple[int, int, int], padded: tuple[int, int, int]
+) -> None:
+    assert device.padded(*size, {"T": 300, "B": 100, "R": 64}) == padded
+
+
+def test_capture_refuses_what_cuda_refuses(device: CudaDevice) -> None:
+    driver = device.driver
+    array, host = driver.allocate((4,), "float32"), driver.allocate_host((4,), "float32")
+    assert np.isnan(array).all()
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("memory is allocated", lambda: driver.allocate((1,), "int32")),
+        ("host memory is page-locked", lambda: driver.allocate_host((1,), "int32")),
+        ("memory is copied", lambda: driver.upload(host, array)),
+        ("memory is copied", lambda: driver.download(array, host)),
+        ("the host waits", driver.synchronize),
+        ("another capture begins", lambda: driver.capture(lambda: None)),
+    ]
+    for message, forbidden in refused:
+        with pytest.raises(LaunchError, match=f"{message} while a graph is captured"):
+            driver.capture(forbidden)  # type: ignore[arg-type]
+    driver.upload(host, array)
+    assert (array == 0).all(), "a failed capture leaves the stream usable"
+
+
+def test_graph_replays_at_the_addresses_it_has_recorded(device: CudaDevice) -> None:
+    driver = device.driver
+    x, weight, out = (driver.allocate(shape, "bfloat16") for shape in ((2, 4), (3, 4), (2, 3)))
+    weight[...] = 1
+    replay = driver.capture(lambda: driver.matmul(x, weight, None, out))
+    assert np.isnan(out.astype(np.float32)).all(), "nothing runs while it is captured"
+    for value in (1, 2):
+        x[...] = value
+        replay()
+        assert (out == 4 * value).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 8}, "block_size is 8; on a CUDA device it must be 16 or 32"),
+        ({"dtype": "float32"}, "dtype is 'float32'; a CUDA device computes in one of: float16, bfloat16"),
+    ],
+)
+def test_what_a_cuda_device_lacks_is_refused_by_name(
+    load_emulated: LoadLLM, make_model: MakeModel, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_emulated(make_model("qwen3", "bfloat16"), **options)
+
+
+def test_head_dims_without_kernels_are_refused(load_emulated: LoadLLM) -> None:
+    with pytest.raises(ConfigError, match="head_dim is 24; a CUDA device has kernels for 64, 80, 96, 128, 256"):
+        load_emulated(TINY / "gemma3")

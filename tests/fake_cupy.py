@@ -1,0 +1,218 @@
+"""A cupy.cuda whose GPU is the host: memory is NumPy's, copies go by address, kernels run in tools/cuda_host.
+
+It is strict where CuPy is not: an address outside every allocation, an argument of another size than the kernel's
+parameter, or anything but a launch while a stream captures is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lean_engine.dtypes import numpy_dtype
+from lean_engine.runtime.cuda.cubin_cache import CubinCache
+from lean_engine.runtime.cuda.device_array import DeviceArray
+from lean_engine.runtime.cuda.emulated_driver import multiply
+from lean_engine.runtime.cuda.emulator import EmulatedKernels
+from lean_engine.runtime.cuda.instances import Instance, KernelCall
+from lean_engine.runtime.cuda.nvrtc import Cubin, Resources
+from lean_engine.runtime.cuda.sources import KernelSource
+
+CUDA_TYPES = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "int": "int32", "unsigned int": "uint32"}
+FREE_BYTES, TOTAL_BYTES = 3 << 30, 4 << 30
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class Memory:
+    """An allocation; it begins at a multiple of 256 bytes and holds NaN until it is written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.raw = np.full(num_bytes + 256, 0xFF, np.uint8)
+        self.ptr = -(-self.raw.ctypes.data // 256) * 256
+        self.num_bytes = num_bytes
+
+    def __buffer__(self, flags: int) -> memoryview:  # pinned memory is read through the buffer protocol
+        return memoryview(self.raw)
+
+
+class Graph:
+    def __init__(self, commands: list[Callable[[], None]]) -> None:
+        self.commands = commands
+        self.is_uploaded = False
+
+    def upload(self, stream: Stream) -> None:
+        self.is_uploaded = True
+
+    def launch(self, stream: Stream) -> None:
+        assert self.is_uploaded
+        for command in self.commands:
+            command()
+
+
+class Stream:
+    def __init__(self, non_blocking: bool) -> None:
+        assert non_blocking, "the legacy stream cannot be captured"
+        self.ptr = 7
+        self.recorded: list[Callable[[], None]] | None = None
+
+    def begin_capture(self, mode: int) -> None:
+        assert mode == 0, "strict"
+        self.recorded = []
+
+    def end_capture(self) -> Graph:
+        assert self.recorded is not None
+        graph, self.recorded = Graph(self.recorded), None
+        return graph
+
+    def synchronize(self) -> None:
+        assert self.recorded is None
+
+    def run(self, command: Callable[[], None]) -> None:
+        if self.recorded is None:
+            command()
+        else:
+            self.recorded.append(command)
+
+
+class FakeCuda:
+    """What CupyDriver takes for cupy.cuda."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), max_bytes: int = 1 << 30) -> None:
+        self.max_bytes = max_bytes
+        self.streams: list[Stream] = []
+        self.kernels = EmulatedKernels()
+        self.shared_bytes_asked: dict[str, int] = {}
+        self._begins: list[int] = []
+        self._allocations: list[Memory] = []
+        major, minor = capability
+        self.properties = {"name": b"Fake GPU", "major": major, "minor": minor, "multiProcessorCount": 2}
+        self.memory = SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+        self.driver = SimpleNamespace(funcSetAttribute=self._set_attribute)
+        self.runtime = SimpleNamespace(
+            CUDARuntimeError=CUDARuntimeError,
+            getDeviceCount=lambda: 1,
+            getDeviceProperties=lambda device: self.properties,
+            memGetInfo=lambda: (FREE_BYTES, TOTAL_BYTES),
+            memcpyAsync=self._copy,
+            memcpyHostToDevice=1,
+            memcpyDeviceToHost=2,
+        )
+
+    def Device(self) -> SimpleNamespace:  # noqa: N802 - CuPy's name
+        return SimpleNamespace(id=0)
+
+    def Stream(self, non_blocking: bool) -> Stream:  # noqa: N802
+        self.streams.append(Stream(non_blocking))
+        return self.streams[-1]
+
+    def Module(self) -> SimpleNamespace:  # noqa: N802
+        loaded: list[bytes] = []
+
+        def get_function(symbol: str) -> Function:
+            assert loaded == [b"cubin"]
+            source, expression = symbol.split("|")
+            return Function(self, Instance(source, expression))
+
+        return SimpleNamespace(load=loaded.append, get_function=get_function)
+
+    def alloc(self, num_bytes: int) -> Memory:
+        assert not self.is_capturing
+        if num_bytes > self.max_bytes:
+            raise OutOfMemoryError
+        memory = Memory(num_bytes)
+        place = bisect_right(self._begins, memory.ptr)
+        self._begins.insert(place, memory.ptr)
+        self._allocations.insert(place, memory)
+        return memory
+
+    def alloc_pinned_memory(self, num_bytes: int) -> Any:
+        assert not self.is_capturing
+        return bytearray(num_bytes)
+
+    @property
+    def is_capturing(self) -> bool:
+        return any(stream.recorded is not None for stream in self.streams)
+
+    def view(self, address: int, dtype: str, num_bytes: int | None = None) -> NDArray[Any]:
+        """The memory from an address to the end of its allocation, or so many bytes of it."""
+        memory = self._allocations[bisect_right(self._begins, address) - 1]
+        left = memory.ptr + memory.num_bytes - address
+        assert 0 < (left if num_bytes is None else num_bytes) <= left, "an address outside every allocation"
+        element = numpy_dtype(dtype) if dtype == "bfloat16" else np.dtype(dtype)
+        num_elements = (left if num_bytes is None else num_bytes) // element.itemsize
+        raw = (ctypes.c_uint8 * (num_elements * element.itemsize)).from_address(address)
+        return np.frombuffer(raw, np.uint8).view(element)
+
+    def _copy(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        assert not self.is_capturing
+        assert stream == self.streams[-1].ptr
+        self.view(target if kind == 1 else source, "uint8", num_bytes)  # lies in an allocation
+        ctypes.memmove(target, source, num_bytes)
+
+    def _set_attribute(self, function: str, attribute: int, value: int) -> None:
+        assert attribute == 8
+        self.shared_bytes_asked[function] = value
+
+    def make_matmul(self, stream: int) -> Callable[..., None]:
+        def array(value: DeviceArray | None) -> NDArray[Any] | None:
+            if value is None:
+                return None
+            return self.view(value.address, value.dtype.name, value.nbytes).reshape(value.shape)
+
+        def matmul(*arrays: DeviceArray | None) -> None:
+            views = [array(value) for value in arrays]
+            self.streams[-1].run(lambda: multiply(*views))  # type: ignore[arg-type]
+
+        return matmul
+
+
+class Function:
+    """A kernel of the emulator behind CuPy's calling convention: pointers are numbers."""
+
+    def __init__(self, cuda: FakeCuda, instance: Instance) -> None:
+        self.cuda = cuda
+        self.instance = instance
+        self.ptr = instance.expression
+        self.kernel = cuda.kernels.kernel(instance)
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int, stream: Stream
+    ) -> None:
+        limit = max(48 * 1024, self.cuda.shared_bytes_asked.get(self.ptr, 0))
+        assert shared_mem <= limit, "more dynamic shared memory than was asked for"
+        values = [self._value(v, p) for v, p in zip(args, self.kernel.parameters, strict=True)]
+        call = KernelCall(self.instance, grid, block, tuple(values), shared_mem)
+        stream.run(self.cuda.kernels.bind(call))
+
+    def _value(self, value: Any, parameter: Any) -> Any:
+        assert isinstance(value, np.generic), "CuPy passes anything else in a size of its own"
+        if not parameter.is_pointer:
+            return value
+        assert value.dtype == np.uint64
+        name = parameter.type.replace("const", "").strip()
+        return None if value == 0 else self.cuda.view(int(value), CUDA_TYPES[name])
+
+
+class FakeCubins(CubinCache):
+    """Cubins that hold only names, which FakeCuda's modules understand."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, str]] = []
+
+    def get(self, source: KernelSource, expressions: Sequence[str], arch: str, options: Sequence[str] = ()) -> Cubin:
+        self.compiled += [(expression, arch) for expression in expressions]
+        names = {expression: f"{source.name}|{expression}" for expression in expressions}
+        return Cubin(b"cubin", names, dict.fromkeys(expressions, Resources(0, 0, 0, 0)))
