@@ -215,13 +215,16 @@ def inspect_model(
     limit = max_model_len_of(config, engine)
     step = make_step(num_tokens, num_requests, context, limit)
     device = CpuDevice(engine.threads)
+    element_type, workspace = device.compute_dtype, device.workspace_bytes
+    if engine.dtype not in ("auto", element_type):  # another device's, whose kernels' scratch is not known here
+        element_type, workspace = engine.dtype, lambda launch, dims: 0
     try:
-        before = models.build(config, device.compute_dtype, limit)
+        before = models.build(config, element_type, limit)
         after = optimize(before)
         largest = largest_step(engine, limit)
         sizes = {"M": -(-limit // engine.block_size), "N": 2, "S": engine.block_size}
         lowered = lower(after)
-        plans = [plan_memory(lowered, {**dims, **sizes}, device.workspace_bytes) for dims in (step.dims, largest)]
+        plans = [plan_memory(lowered, {**dims, **sizes}, workspace) for dims in (step.dims, largest)]
     finally:
         device.close()
     count = num_parameters(before)

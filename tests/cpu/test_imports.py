@@ -23,7 +23,7 @@ ALLOWED = {
     "memory": {"errors", "units", "histogram"},
     "scheduling": {"errors", "config", "memory"},
     "sampling": {"errors"},
-    "runtime": {"errors", "dtypes", "config", "ir", "passes", "memory"},
+    "runtime": {"errors", "dtypes", "units", "config", "ir", "passes", "memory"},
 }
 ALLOWED["engine"] = set(ALLOWED)
 ALLOWED["llm"] = ALLOWED["engine"] | {"engine"}

@@ -172,7 +172,7 @@ def test_no_weight_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--num-tokens", "5", "--context", "4"], "--context is 4, but the step alone computes 5 tokens of a request"),
         (["--num-tokens", "257"], "--num-tokens per request is 257, the model's context has 256 tokens"),
         (["--max-model-len", "1k"], "max_model_len is 1000, the model's context has 256 tokens"),
-        (["--dtype", "float16"], "dtype is 'float16', must be one of: auto, float32"),
+        (["--dtype", "int8"], "dtype is 'int8', must be one of: auto, float32, float16, bfloat16"),
     ],
 )
 def test_impossible_step_is_refused_in_one_line(
@@ -237,3 +237,12 @@ def test_flops_are_written_in_the_largest_unit_that_fits() -> None:
         "269 MFLOP",
         "4e+03 PFLOP",
     ]
+
+
+def test_figures_are_of_the_type_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(directory("qwen3"))
+    float32, bfloat16 = (figures(capsys, model, "--dtype", dtype) for dtype in ("float32", "bfloat16"))
+    tables = 2 * float32["parameter_bytes"] - 8 * float32["num_parameters"]  # rope tables stay float32
+    assert 2 * bfloat16["parameter_bytes"] - 4 * bfloat16["num_parameters"] == tables > 0
+    kv_bytes = [found["cost"]["kv_written_bytes"] for found in (float32, bfloat16)]
+    assert kv_bytes[0] == 2 * kv_bytes[1]

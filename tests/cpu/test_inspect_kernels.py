@@ -1,4 +1,4 @@
-"""`lean-engine inspect --kernels`: what it lists, and which flags go with it. The kernels themselves: test_cuda_nvrtc."""
+"""`lean-engine inspect --kernels`: what it lists and which flags go with it. The kernels are in test_cuda_nvrtc."""
 
 from __future__ import annotations
 
