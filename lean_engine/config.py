@@ -322,7 +322,7 @@ class EngineConfig:
     block_size: int = 16  # tokens per KV block
     num_gpu_blocks_override: int | None = None  # KV blocks, on whatever device; overrides the next
     kv_cache_memory_bytes: int | None = None  # of KV blocks; overrides the next
-    gpu_memory_utilization: float | None = None  # share of the device's whole memory for weights, workspace and KV
+    gpu_memory_utilization: float | None = None  # of the device's whole memory, weights included; GPU: 0.9
     enable_prefix_caching: bool = True  # blocks of finished and running requests are found by their content
     prefix_caching_hash_algo: str = "sha256"  # or "builtin": Python's hash, with tokens compared
     max_num_batched_tokens: int | None = None  # token budget of a step; None = 512, or max_model_len without chunking

@@ -34,6 +34,7 @@ from lean_engine.units import format_bytes
 log = logging.getLogger("lean_engine")
 
 CPU_MEMORY_SHARE = 0.4  # of the memory that is free beside the weights
+GPU_MEMORY_UTILIZATION = 0.9  # of a GPU's whole memory, weights and workspace included
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -210,13 +211,14 @@ def size_kv_pool(
             f"{format_bytes(free_bytes)} of memory are free"
         )
     available_bytes, memory_share = free_bytes - taken, CPU_MEMORY_SHARE
-    if config.gpu_memory_utilization is not None:
+    utilization = config.gpu_memory_utilization or (GPU_MEMORY_UTILIZATION if device.name == "cuda" else None)
+    if utilization is not None:
         taken += workspace_bytes(lowered, device, config, limit)
-        allowed = int(device.total_memory_bytes() * config.gpu_memory_utilization)
+        allowed = int(device.total_memory_bytes() * utilization)
         if taken > allowed:
             raise OutOfMemory(
                 f"weights and workspace need {format_bytes(taken)}; gpu_memory_utilization "
-                f"{config.gpu_memory_utilization:g} allows {format_bytes(allowed)} "
+                f"{utilization:g} allows {format_bytes(allowed)} "
                 f"of {format_bytes(device.total_memory_bytes())}"
             )
         available_bytes, memory_share = min(allowed, free_bytes) - taken, 1.0
