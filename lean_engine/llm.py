@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any]  # text, or {"prompt": text}, or {"prompt_token_ids": ids}, or both: the ids count
 Messages = Sequence[Mapping[str, Any]]  # one conversation: {"role": …, "content": …} each
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 GENERATION_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -255,7 +256,10 @@ class LLM:
             raise RequestError(
                 f'a prompt is {reprlib.repr(prompt)}; must be a string or {{"prompt_token_ids": ids}}', param="prompt"
             )
-        text, ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+        for key in prompt:
+            if key not in PROMPT_KEYS:
+                raise RequestError(f"a prompt has the key {key!r}; known: {', '.join(PROMPT_KEYS)}", param="prompt")
+        text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
         if isinstance(text, str) and ids is None:
             return Encoded(text, self.tokenizer.encode(text), salt)
         if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -280,7 +284,11 @@ class LLM:
         priority: Sequence[int] | None,
         on_progress: Callable[[int, int], None] | None,
     ) -> list[RequestOutput]:
-        priorities = [0] * len(encoded) if priority is None else list(priority)
+        if priority is not None and not isinstance(priority, list | tuple):
+            raise RequestError(
+                f"priority is {priority!r}, must be a list of integers, one per prompt", param="priority"
+            )
+        priorities = [0] * len(encoded) if priority is None else priority
         if len(priorities) != len(encoded):
             raise RequestError(f"{len(priorities)} priorities for {len(encoded)} prompts", param="priority")
         groups: list[Group] = []

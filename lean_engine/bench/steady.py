@@ -20,8 +20,13 @@ from lean_engine.memory.budget import num_blocks_for
 from lean_engine.scheduling.request import Request
 
 PROMPT_TOKENS = 256  # of each request, where the pool has room for it, and up to a block more
-MIN_BLOCKS = 3  # of a request: a prompt of one to two, and one block of steps
+MAX_VAIN_STARTS = 10  # in a row, after which not one step could be recorded
 FILL_TOKENS = 4096  # of the prompts that fill the pool
+
+
+def reserve(block_size: int) -> int:
+    """Tokens of a request beyond its shortest prompt: up to a block more of prompt, and some steps."""
+    return max(2 * block_size, block_size + 3)
 
 
 class SteadyState:
@@ -40,14 +45,14 @@ class SteadyState:
             if number < minimum:
                 raise ConfigError(f"{name} is {number}, must be at least {minimum}")
         num_blocks, size = config.num_gpu_blocks_override or 0, config.block_size
-        if num_blocks < MIN_BLOCKS * running:
+        num_least = num_blocks_for(1 + reserve(size), size) * running
+        if num_blocks < num_least:
             raise ConfigError(
-                f"a pool of {num_blocks} blocks is too small for {running} running requests, which need "
-                f"{MIN_BLOCKS * running}"
+                f"a pool of {num_blocks} blocks is too small for {running} running requests, which need {num_least}"
             )
         room = num_blocks // running * size  # tokens of one request
         self.running, self.waiting, self.steps, self.seed = running, waiting, steps, seed
-        self.min_prompt = min(PROMPT_TOKENS, room - 2 * size)
+        self.min_prompt = min(PROMPT_TOKENS, room - reserve(size))
         self.max_total = min(room, self.min_prompt + size + 2 + steps)  # 2: sampled before steps count
         self.fill_tokens = min(FILL_TOKENS, num_blocks * size)
         longest = max(self.max_total, self.fill_tokens + 1)
@@ -64,9 +69,12 @@ class SteadyState:
         self.engine.add_us.clear()
         self._top_up()
         decoding = self._start()
-        tally = Tally()
+        tally, num_vain = Tally(), 0
         while True:
             room = min(r.max_total_tokens - len(r.token_ids) for r in decoding) - 1
+            num_vain = num_vain + 1 if room < 1 else 0
+            if num_vain == MAX_VAIN_STARTS:
+                raise self._too_small()
             for _ in range(min(room, self.steps - tally.num_steps)):
                 record = self.engine.step()
                 tally.add(record)
@@ -105,11 +113,26 @@ class SteadyState:
             self.engine.add(prompt, self._text[: self.max_total - num_prompt])
 
     def _start(self) -> list[Request]:
-        """Step until as many requests decode as shall run; these."""
-        while True:
-            plan = self.engine.step().plan
-            if len(plan.decodes) == self.running:
-                return plan.decodes
+        """Step until as many requests decode as shall run; these.
+
+        Raises:
+            ConfigError: requests end before all the others have begun.
+        """
+        num_ended = 0
+        while num_ended <= 2 * self.running:
+            record = self.engine.step()
+            num_ended += len(record.finished)
+            if len(record.plan.decodes) == self.running:
+                return record.plan.decodes
+            if record.finished:
+                self._top_up()
+        raise self._too_small()
+
+    def _too_small(self) -> ConfigError:
+        return ConfigError(
+            f"a pool of {self.config.num_gpu_blocks_override} blocks is too small for {self.running} running requests: "
+            "some end before the others have begun"
+        )
 
 
 def steady_state(

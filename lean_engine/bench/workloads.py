@@ -22,6 +22,7 @@ from lean_engine.bench.trace import TraceRequest
 from lean_engine.errors import ConfigError
 
 NUM_COMMON_IDS = 65536  # ids below occur anywhere; each one from here on occurs once in a workload
+MAX_STEP = 2**53  # of an arrival: beyond it a step more is no other number
 MAX_TRACE_TOKENS = 2**24  # of one request: beyond any context, and a slip of the pen must not fill the memory
 
 
@@ -206,6 +207,8 @@ def make_workload(name: str, num_requests: int, seed: int, rate: float | None = 
             break
         time += arrivals.expovariate(rate) if rate < math.inf else 0.0
     shown_rate = rate if rate < math.inf else "inf"  # JSON has no infinity
+    if time > MAX_STEP:
+        raise ConfigError(f"request_rate is {rate:g}, at which the last request would come after step {MAX_STEP:,}")
     origin = {"workload": name, "num_requests": num_requests, "seed": seed, "request_rate": shown_rate}
     return Workload(conversations, origin)
 
@@ -231,6 +234,10 @@ def trace_workload(name: str, requests: Sequence[TraceRequest], seed: int, step_
     for request in sorted(requests, key=lambda r: r.arrival_time):
         prompt = trace_prompt(request, source, prefixes)
         delay = request.arrival_time / step_time
+        if delay > MAX_STEP:
+            raise ConfigError(
+                f"{name}: arrival_time {request.arrival_time:g} at step_time {step_time:g} is after step {MAX_STEP:,}"
+            )
         conversations.append((Turn(prompt, source.tokens(request.output_len), delay, request.priority),))
     origin = {"workload": name, "num_requests": len(requests), "seed": seed, "step_time": step_time}
     return Workload(conversations, origin)

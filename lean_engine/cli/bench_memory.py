@@ -29,6 +29,7 @@ from lean_engine.config import EngineConfig
 from lean_engine.errors import ConfigError
 
 DEFAULT_BLOCKS = 4096
+MAX_BLOCKS = 100_000_000  # whose bookkeeping takes 4 GB
 DEFAULT_REQUESTS = 2000
 ENGINE_FIELDS = (
     "max_num_seqs",
@@ -130,7 +131,7 @@ def option(name: str, section: str, **settings: Any) -> Callable[[Callable[..., 
 @option(
     "num_blocks",
     "Engine",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_BLOCKS),
     default=DEFAULT_BLOCKS,
     show_default=True,
     help="KV blocks that requests can hold.",
@@ -220,10 +221,10 @@ def command(
     usage = KvUsage()
     with observe(step_log, None if plot is None else usage) as on_step:
         reports = [run_one(run, on_step, i, len(runs)) for i, run in enumerate(runs, 1)]
+    click.echo(output(points, reports, bool(sweep), as_json))
     if plot is not None and requests is not None:
         with progress_bar("plotting") as on_progress:
             draw(plot, describe_workload(requests.origin), usage, *sweep_for_plot(requests, config, on_progress))
-    click.echo(output(points, reports, bool(sweep), as_json))
 
 
 def run_one(run: Run, on_step: OnStep | None, number: int, num_runs: int) -> MemoryReport:

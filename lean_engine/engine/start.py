@@ -212,7 +212,8 @@ def size_kv_pool(
         )
     available_bytes, memory_share = free_bytes - taken, CPU_MEMORY_SHARE
     utilization = config.gpu_memory_utilization or (GPU_MEMORY_UTILIZATION if device.name == "cuda" else None)
-    if utilization is not None:
+    is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None
+    if utilization is not None and not is_given:
         taken += workspace_bytes(lowered, device, config, limit)
         allowed = int(device.total_memory_bytes() * utilization)
         if taken > allowed:
@@ -236,6 +237,8 @@ def size_kv_pool(
     }
     if config.max_model_len is None:
         limit = fit_max_model_len(max_model_len=limit, **memory)
+    if limit < 2:
+        raise ConfigError(f"max_model_len is {limit}; a request needs a token of prompt and one of output")
     pool_size = size_pool(max_model_len=limit, max_num_seqs=config.max_num_seqs, **memory)
     if pool_size.kv_bytes > free_bytes - taken:
         raise OutOfMemory(

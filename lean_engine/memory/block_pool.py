@@ -65,8 +65,10 @@ class BlockPool:
         self._granted_at = array("d", bytes(8 * num_blocks))  # by the pool's clock
         self._freed_at = array("d", bytes(8 * num_blocks))  # when the last holder left
         # The free list is a ring closed by the null block: next of the null block is its head, previous its tail.
-        self._next = array("i", [*range(1, num_blocks), 0])
-        self._previous = array("i", [num_blocks - 1, *range(num_blocks - 1)])
+        self._next = array("i", range(1, num_blocks + 1))
+        self._next[-1] = NULL_BLOCK_ID
+        self._previous = array("i", range(-1, num_blocks - 1))
+        self._previous[NULL_BLOCK_ID] = num_blocks - 1
 
     @property
     def num_usable(self) -> int:
@@ -147,7 +149,9 @@ class BlockPool:
     # -- the prefix cache
 
     def publish(self, block_id: int, key: BlockKey) -> bool:
-        """Let a held block be found by its key; False, and nothing changed, where another block already is.
+        """Let a held block be found by its key; False, and nothing changed, where another held block already is.
+
+        A free block of this key, which might be evicted before what hangs on it, gives the key up and is empty then.
 
         Raises:
             IntegrityError: nobody holds the block, or it is published under another key.
@@ -157,8 +161,15 @@ class BlockPool:
                 f"block {block_id} is published with {self._ref_counts[block_id]} holders "
                 f"and the key {self._keys[block_id]!r}"
             )
-        if self._published.setdefault(key, block_id) != block_id:
-            return False
+        twin = self._published.setdefault(key, block_id)
+        if twin != block_id:
+            if self._ref_counts[twin] > 0:
+                return False
+            self._remove(twin)
+            self._keys[twin] = None
+            self.num_cached -= 1
+            self._release(twin)
+            self._published[key] = block_id
         self._keys[block_id] = key
         return True
 

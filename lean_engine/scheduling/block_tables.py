@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -58,6 +59,13 @@ class BlockTables:
         if not request.reads_cache:
             return 0
         return min(len(request.block_keys), request.first_logit_position // self.block_size)
+
+    def num_common(self, request: Request, leader: Request) -> int:
+        """How many blocks a request can share with another, once that has computed its prompt."""
+        mine, theirs = request.block_keys, leader.block_keys
+        return bisect_left(
+            range(min(self.num_readable(request), len(theirs))), True, key=lambda i: mine[i] != theirs[i]
+        )
 
     # -- growing
 

@@ -16,10 +16,10 @@ class WaitingQueue:
     A request that ends while it waits stays in its heap until it comes up or half of the heap has ended.
 
     Args:
-        long_threshold: a request with more known tokens is long.
+        long_threshold: a request that has more tokens to compute is long.
 
     Attributes:
-        num_short_tokens: known tokens of all short requests.
+        num_short_tokens: what all short requests have to compute.
     """
 
     def __init__(self, long_threshold: int) -> None:
@@ -36,8 +36,9 @@ class WaitingQueue:
         """Everyone who waits, in order. O(n log n), for checks and displays."""
         return (request for _, _, request in sorted([*self._short, *self._long]) if is_waiting(request))
 
-    def push(self, request: Request) -> None:
-        """Take in a request whose status is WAITING or PREEMPTED."""
+    def push(self, request: Request, num_tokens: int) -> None:
+        """Take in a request whose status is WAITING or PREEMPTED, and which has so many tokens to compute."""
+        request.num_waiting_tokens = num_tokens
         heappush(self._heap_of(request), (*request.order, request))
         self._count(request, 1)
 
@@ -62,7 +63,11 @@ class WaitingQueue:
                 heapify(heap)
 
     def _heap_of(self, request: Request) -> list[Entry]:
-        return self._long if len(request.token_ids) > self.long_threshold else self._short
+        return self._long if self.is_long(request) else self._short
+
+    def is_long(self, request: Request) -> bool:
+        """Whether a request was queued as a long one."""
+        return request.num_waiting_tokens > self.long_threshold
 
     def _head(self, heap: list[Entry]) -> Request | None:
         while heap:
@@ -74,8 +79,8 @@ class WaitingQueue:
 
     def _count(self, request: Request, change: int) -> None:
         self._num_waiting += change
-        if len(request.token_ids) <= self.long_threshold:
-            self.num_short_tokens += change * len(request.token_ids)
+        if not self.is_long(request):
+            self.num_short_tokens += change * request.num_waiting_tokens
 
 
 def is_waiting(request: Request) -> bool:

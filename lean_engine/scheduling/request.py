@@ -51,6 +51,7 @@ class Request:
         block_keys: keys of its full blocks in the prefix cache, as far as they are known.
         num_slots: tokens that its blocks have room for.
         is_caught_up: its latest token was sampled and is the only one to compute: the next chunk is a decode.
+        num_waiting_tokens: what it had to compute when it was queued, cached blocks apart.
         publish_at: computed tokens at which its next full block is published; NEVER if it publishes none.
         num_cached_tokens: prompt tokens that the prefix cache held when it was first admitted.
         num_lost_tokens: tokens whose computed keys and values preemption has taken, at most.
@@ -83,6 +84,7 @@ class Request:
         "num_prompt_logits",
         "num_prompt_tokens",
         "num_slots",
+        "num_waiting_tokens",
         "order",
         "payload",
         "priority",
@@ -137,6 +139,7 @@ class Request:
         self.num_computed_tokens = 0
         self.order = (priority, 0)
         self.block_keys: list[BlockKey] = []
+        self.num_waiting_tokens = 0
         self.publish_at = NEVER
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0

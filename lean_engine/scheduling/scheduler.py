@@ -112,7 +112,7 @@ class Scheduler:
         self._catching_up: list[Request] = []  # those that had tokens left to compute after the last step
         self._num_added = 0
         self._has_finished = False  # among the running, in the step that is being applied
-        self._awaits_blocks = False  # whose turn it is found too few blocks, and nothing has changed that since
+        self._awaits_blocks = False  # whose turn it is found too few blocks; only decodes have run since
         self._last_plan = StepPlan([], [], 0, 0, 0, 0)
 
     def _make_limits(self, threshold: int | None) -> Limits:
@@ -161,7 +161,13 @@ class Scheduler:
         self._num_added += 1
         request.order = (request.priority if self.policy == "priority" else 0, self._num_added)
         self._requests[request.request_id] = request
-        self._waiting.push(request)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        num_cached = len(self.tables.match(request)) * self.block_size
+        self._waiting.push(request, request.num_tokens - num_cached)
+        if self._waiting.first() is request:
+            self._awaits_blocks = False  # that was about another one
 
     def finish(
         self,
@@ -241,6 +247,8 @@ class Scheduler:
         self.pool.now = now
         self._count_step(plan)
         self._catching_up = []
+        if plan.chunks:
+            self._awaits_blocks = False  # prompts are nearer to their end, and blocks may be shared that were not
         updates = self._apply_decodes(plan.decodes, sampled, now)
         for chunk, tokens in zip(plan.chunks, sampled[num_decodes:], strict=True):
             if chunk.request.finish_reason is None:  # not ended since the plan was made
@@ -342,45 +350,56 @@ class Scheduler:
         if self._awaits_blocks or not self._waiting or len(self._running) >= self.max_num_running:
             return
         held_back: list[Request] = []
-        num_reserved = sum(map(self.tables.num_missing_soon, self._running))
+        try:
+            self._admit_in_order(step, held_back, now)
+        finally:
+            for request in held_back:
+                self._waiting.push(request, request.num_waiting_tokens)
+
+    def _admit_in_order(self, step: Step, held_back: list[Request], now: float) -> None:
+        tables, waiting = self.tables, self._waiting
+        num_reserved = sum(map(tables.num_missing_soon, self._running))
         with_long = True
         while len(self._running) + len(held_back) < self.max_num_running:
-            request = self._waiting.first(with_long)
+            request = waiting.first(with_long)
             if request is None:
-                break
-            hits = self.tables.match(request)
-            next_key = self.tables.next_key(request, len(hits))
-            if next_key is not None and step.is_in_flight(next_key, self.block_size):
-                self._waiting.pop(request)
+                return
+            hits = tables.match(request)
+            next_key = tables.next_key(request, len(hits))
+            leader = None if next_key is None else step.leader(next_key, self.block_size)
+            if leader is not None:
+                waiting.pop(request)
                 held_back.append(request)
-                num_reserved += self.tables.num_missing_soon(request)
+                num_reserved += tables.num_missing_soon(request) - tables.num_common(request, leader)
                 continue
             start = len(hits) * self.block_size
             chunk = step.chunk(request, start)
             must_be_whole = bool(held_back) or not self.enable_chunked_prefill
             if chunk.num_tokens < (request.num_tokens - start if must_be_whole else 1):
-                if not (with_long and step.is_long(request, start)):
-                    break
-                with_long = False
-                continue
+                if step.is_long(request, start):
+                    if not with_long:
+                        return
+                    with_long = False  # short ones may pass
+                    continue
+                if waiting.is_long(request):  # it was queued before what it shares was cached
+                    waiting.pop(request)
+                    waiting.push(request, request.num_tokens - start)
+                return
             if num_reserved + self._num_blocks_to_admit(request, hits, step) > self.pool.num_free:
                 self._awaits_blocks = True
-                break
+                return
             self._admit(request, hits, chunk, now)
             step.take(chunk)
-            num_reserved += self.tables.num_missing_soon(request)
-        for request in held_back:
-            self._waiting.push(request)
+            num_reserved += tables.num_missing_soon(request)
 
     def _num_blocks_to_admit(self, request: Request, hits: list[int], step: Step) -> int:
         """Free blocks it takes, and what the running grow by, beyond their reserve, while it is catching up."""
         num_missing = request.num_tokens - len(hits) * self.block_size
-        num_ahead = sum(chunk.request.num_tokens - chunk.start for chunk in step.chunks)
         num_running = len(self._running)
         pace = self.max_num_batched_tokens - num_running  # tokens per step; at least 1, since one more may run
         if num_missing > self._limits.long_threshold:
             pace = min((pace + 1) // 2, self._limits.max_long_chunk)
-        num_steps = (num_ahead + num_missing - 1) // pace  # after this one
+        num_steps = (step.num_ahead + num_missing - 1) // pace  # after this one
         num_from_free = self.tables.num_missing_soon(request) - self.pool.num_shared(hits)
         return num_from_free + num_running * (num_steps // self.block_size)
 
@@ -443,7 +462,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        self._waiting.push(request)
+        self._enqueue(request)
 
     def _close(self, request: Request, reason: FinishReason, stop_reason: int | str | None, now: float | None) -> None:
         """The one way to the end; the caller takes the request out of its queue next."""

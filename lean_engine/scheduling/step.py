@@ -35,6 +35,7 @@ class Step:
         spare_tokens, spare_rows: not owned and not taken yet.
         tokens_for_short: of spare_tokens, what long prompts leave alone.
         decodes, chunks: what is scheduled.
+        num_ahead: tokens that the requests with chunks still had to compute, these chunks included.
         preempted, failed: as in StepPlan.
     """
 
@@ -47,7 +48,8 @@ class Step:
         self.chunks: list[ScheduledChunk] = []
         self.preempted: list[Request] = []
         self.failed: list[tuple[Request, str]] = []
-        self._keys_in_flight: set[BlockKey] = set()  # of the blocks that the first _num_keyed chunks touch
+        self.num_ahead = 0
+        self._in_flight: dict[BlockKey, Request] = {}  # key → who computes its block, of the first _num_keyed chunks
         self._num_keyed = 0
 
     def is_long(self, request: Request, start: int) -> bool:
@@ -68,6 +70,7 @@ class Step:
     def take(self, chunk: ScheduledChunk, *, owned_tokens: int = 0, owned_rows: int = 0) -> None:
         """Schedule a chunk. (A decode takes what its request owns, and only joins `decodes`.)"""
         self.chunks.append(chunk)
+        self.num_ahead += len(chunk.request.token_ids) - chunk.start
         self.spare_tokens -= chunk.num_tokens - owned_tokens
         self.spare_rows -= chunk.num_logit_rows - owned_rows
         if not self.is_long(chunk.request, chunk.start):
@@ -90,14 +93,15 @@ class Step:
         self.spare_rows -= longer.num_logit_rows - chunk.num_logit_rows
         self.chunks[self.chunks.index(chunk)] = longer
 
-    def is_in_flight(self, key: BlockKey, block_size: int) -> bool:
-        """Whether a scheduled chunk computes tokens of the block with this key, and it will be published."""
+    def leader(self, key: BlockKey, block_size: int) -> Request | None:
+        """Whose scheduled chunk computes tokens of the block with this key, if it will be published."""
         for chunk in self.chunks[self._num_keyed :]:
             if chunk.request.publish_at != NEVER:
                 end = num_blocks_for(chunk.start + chunk.num_tokens, block_size)
-                self._keys_in_flight.update(chunk.request.block_keys[chunk.start // block_size : end])
+                for touched in chunk.request.block_keys[chunk.start // block_size : end]:
+                    self._in_flight.setdefault(touched, chunk.request)
         self._num_keyed = len(self.chunks)
-        return key in self._keys_in_flight
+        return self._in_flight.get(key)
 
     def plan(self) -> StepPlan:
         """The step as it stands."""

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -575,3 +576,25 @@ def test_plots_leave_out_pools_that_would_refuse_a_request() -> None:
     assert [r.configuration["block_size"] for r in by_block_size] == list(plots.BLOCK_SIZES)
     assert [r.configuration["num_blocks"] for r in by_num_blocks] == [num_needed * n for n in (1, 2, 4, 8)]
     assert all(r.num_refused == 0 for r in by_num_blocks)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_steady_state_is_reached_or_refused_in_however_small_a_pool(block_size: int) -> None:
+    num_reached = 0
+    for num_blocks in (*range(4, 24), 40, 80, 160, 320):
+        config = engine_config(num_blocks, block_size=block_size)
+        with suppress(ConfigError):
+            report = steady_state(config, running=4, waiting=2, steps=10, seed=0)
+            assert (report.figures()["steps"], report.figures()["running_mean"]) == (10, 4.0)
+            num_reached += 1
+    assert 3 < num_reached < 24
+    with pytest.raises(ConfigError, match="a pool of 4 blocks is too small for 4 running requests"):
+        steady_state(engine_config(4, block_size=block_size), running=4, waiting=2, steps=10, seed=0)
+
+
+def test_times_beyond_all_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="request_rate is 1e-308, at which the last request would come after step"):
+        make_workload("chat", 30, 0, 1e-308)
+    late = TraceRequest(1e30, 4, 4, None, None, 0)
+    with pytest.raises(ConfigError, match=r"t: arrival_time 1e\+30 at step_time 1e-300 is after step 9,007"):
+        trace_workload("t", [late], 0, 1e-300)

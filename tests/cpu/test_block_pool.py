@@ -283,6 +283,20 @@ def test_second_block_of_the_same_content_stays_unpublished() -> None:
     pool.check()
 
 
+def test_free_block_gives_its_key_to_a_held_one_of_the_same_content() -> None:
+    """It would be evicted first, and what hangs on the held one would not be found any more."""
+    pool = BlockPool(5)
+    pool.free(hold(pool, "a"))
+    twin = pool.allocate(1)[0]
+    assert free_order(pool) == [3, 4, 1]
+    assert pool.publish(twin, "a")
+    assert pool.match(["a"]) == [twin]
+    assert free_order(pool) == [1, 3, 4], "empty now"
+    assert (pool.num_empty, pool.num_cached, pool.num_held) == (3, 0, 1)
+    assert pool.num_evictions == 0
+    pool.check()
+
+
 @pytest.mark.parametrize("state", ["free", "published"])
 def test_only_a_held_block_can_be_published_and_once(state: str) -> None:
     pool = BlockPool(4)

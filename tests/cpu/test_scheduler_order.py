@@ -9,6 +9,7 @@ import pytest
 from scheduling_steps import WORD, add, apply, chunks, make_request, make_scheduler, plan, step
 
 from lean_engine.errors import ConfigError
+from lean_engine.memory.prefix_cache import BlockKeys
 from lean_engine.scheduling.plan import ScheduledChunk
 from lean_engine.scheduling.queue import WaitingQueue
 from lean_engine.scheduling.request import Request, RequestStatus
@@ -21,7 +22,7 @@ from lean_engine.scheduling.step import Step
 def queued(queue: WaitingQueue, name: str, num_tokens: int, priority: int, number: int) -> Request:
     request = make_request(name, num_tokens)
     request.order = (priority, number)
-    queue.push(request)
+    queue.push(request, num_tokens)
     return request
 
 
@@ -91,6 +92,17 @@ def test_unknown_policy_is_refused() -> None:
         make_scheduler(policy="lifo")
 
 
+def test_urgent_request_does_not_wait_for_one_that_lacks_blocks() -> None:
+    scheduler = make_scheduler(num_usable=20, policy="priority")
+    add(scheduler, "running", 20, max_tokens=30, priority=1)
+    step(scheduler)
+    add(scheduler, "big", 60, priority=1, max_tokens=8)
+    step(scheduler)
+    step(scheduler)
+    add(scheduler, "urgent", 3, max_tokens=4)
+    assert ("urgent", 0, 3, True) in step(scheduler)
+
+
 # -- long and short prompts
 
 
@@ -129,6 +141,32 @@ def test_wait_of_short_prompts_is_bounded_however_long_those_before_them_are(num
         shorts = [add(scheduler, f"short{i}", 16) for i in range(4)]
         waits.append(steps_until_running(scheduler, shorts[-1]))
     assert waits[0] == waits[1] <= 4, waits
+
+
+def test_chat_whose_history_is_cached_counts_as_short() -> None:
+    scheduler = make_scheduler(num_usable=1000, max_model_len=4000, max_num_batched_tokens=64, block_keys=BlockKeys(4))
+    add(scheduler, "first turn", 200, max_tokens=1)
+    while scheduler.has_work():
+        step(scheduler)
+    scheduler.add(Request("long", range(1000, 2000), max_tokens=4))
+    step(scheduler)
+    add(scheduler, "second turn", 210)
+    assert step(scheduler) == [("long", 64, 54, False), ("second turn", 200, 10, True)]
+
+
+def test_request_that_was_long_until_its_prefix_was_cached_is_short_from_then_on() -> None:
+    scheduler = make_scheduler(
+        num_usable=1000, max_model_len=4000, max_num_batched_tokens=64, block_keys=BlockKeys(4), max_num_seqs=8
+    )
+    scheduler.add(Request("long", range(1000, 3000), max_tokens=4))
+    add(scheduler, "leader", 80, max_tokens=50)
+    follower = add(scheduler, "follower", 84)
+    steps = 0
+    while follower.first_scheduled_time is None:
+        step(scheduler)
+        steps += 1
+    assert follower.num_cached_tokens == 80
+    assert steps < 2000 / 64 + 6, "the leader needs the long one's end, the follower one or two steps more"
 
 
 def test_long_prompt_keeps_half_of_the_step_whatever_comes_behind_it() -> None:

@@ -184,13 +184,22 @@ def test_place_of_a_held_back_request_is_kept() -> None:
 
 
 def test_blocks_of_a_held_back_request_are_kept() -> None:
-    """a takes 4 blocks and may grow by 1, b may need 5, small 2: in 12 blocks small may pass b, in 11 it may not."""
-    for num_usable, first in ((12, ["a", "small"]), (11, ["a"])):
+    """a takes 4 blocks and may grow by 1, b needs 2 beyond the 3 it shares, small 2: 9 blocks are enough for all."""
+    for num_usable, first in ((9, ["a", "small"]), (8, ["a"])):
         scheduler = caching(num_usable)
-        add(scheduler, "a", [*SYSTEM, 1], max_tokens=20)
-        add(scheduler, "b", [*SYSTEM, 2], max_tokens=20)
-        add(scheduler, "small", [7, 8, 9], max_tokens=20)
+        add(scheduler, "a", [*SYSTEM, 1], max_tokens=8)
+        add(scheduler, "b", [*SYSTEM, 2], max_tokens=8)
+        add(scheduler, "small", [7, 8, 9], max_tokens=8)
         assert [name for name, *_ in step(scheduler)] == first
+
+
+def test_request_held_back_goes_on_when_its_prefix_is_there_whatever_lacks_blocks_behind_it() -> None:
+    scheduler = caching(24, max_num_batched_tokens=300)
+    add(scheduler, "leader", [*SYSTEM, 1], max_tokens=60)
+    add(scheduler, "held", [*SYSTEM, 2], max_tokens=4)
+    add(scheduler, "too big for now", list(range(100, 170)), max_tokens=4)
+    assert step(scheduler) == [("leader", 0, 13, True)]
+    assert step(scheduler) == [("leader", 13, 1, True), ("held", 12, 1, True)]
 
 
 def test_nobody_waits_for_a_block_that_will_not_be_published() -> None:
@@ -201,7 +210,7 @@ def test_nobody_waits_for_a_block_that_will_not_be_published() -> None:
         request.publish_at = publish_at
         making = Step(Limits(100, 100, NEVER, NEVER), num_running=0, short_tokens=0)
         making.take(ScheduledChunk(request, 2, 5, 0, False))
-        assert [making.is_in_flight(key, 4) for key in keys] == [is_in_flight, is_in_flight, False]
+        assert [making.leader(key, 4) is request for key in keys] == [is_in_flight, is_in_flight, False]
 
 
 def test_own_block_is_not_waited_for_by_one_who_reads_no_cache() -> None:

@@ -166,6 +166,13 @@ def test_bad_salts_are_refused(load_llm: LoadLLM, salt: Any, message: str) -> No
     assert_idle(llm)
 
 
+def test_misspelt_keys_of_a_prompt_are_refused(load_llm: LoadLLM) -> None:
+    with pytest.raises(
+        RequestError, match="a prompt has the key 'cache_sallt'; known: prompt, prompt_token_ids, cache"
+    ):
+        load_llm().generate([{"prompt_token_ids": [5, 6], "cache_sallt": "mine"}], GREEDY)
+
+
 def test_cold_prefix_submitted_32_times_is_computed_once(load_llm: LoadLLM) -> None:
     llm = load_llm(max_model_len=128, max_num_batched_tokens=256)
     rng = random.Random(3)
@@ -200,6 +207,7 @@ def test_lower_priorities_are_answered_first(load_llm: LoadLLM) -> None:
         ([1, 2], r"2 priorities for 1 prompts"),
         ([1], r"priority is 1, but scheduling_policy is 'fcfs'; it must be 'priority'"),
         (["high"], r"priority is 'high', must be an integer"),
+        (5, r"priority is 5, must be a list of integers, a prompt each"),
     ],
 )
 def test_bad_priorities_are_refused(load_llm: LoadLLM, priority: Any, message: str) -> None:
