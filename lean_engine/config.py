@@ -303,7 +303,7 @@ def read_rope_scaling(c: Fields, s: Fields, kind: str, num_frequencies: int) -> 
     return options
 
 
-DEVICES = ("auto", "cpu", "cuda-emulated")
+DEVICES = ("auto", "cuda", "cpu", "cuda-emulated")
 HASH_ALGORITHMS = ("sha256", "builtin")
 POLICIES = ("fcfs", "priority")
 
@@ -315,7 +315,7 @@ class EngineConfig:
     revision: str | None = None  # Hub branch, tag or commit
     hf_token: str | None = None  # Hub access token; None = what the Hub library finds
     load_format: str = "auto"  # "auto" or "dummy" (random weights from a config alone)
-    device: str = "auto"  # "auto", "cpu", or "cuda-emulated": the CUDA kernels on the host, for tests
+    device: str = "auto"  # a GPU where one can be used, else the CPU; or "cuda", "cpu", "cuda-emulated" (for tests)
     dtype: str = "auto"  # of weights and arithmetic; the CPU device computes in float32 whatever the checkpoint holds
     threads: int | None = None  # of the CPU device; None = what the process may use
     max_model_len: int | None = None  # tokens of prompt and output; None = the model's context, fitted to the KV pool

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from lean_engine.dtypes import numpy_dtype
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
-from lean_engine.runtime.cuda.device_array import DeviceArray
-from lean_engine.runtime.cuda.emulated_driver import multiply
+from lean_engine.runtime.cuda.cublaslt import WORKSPACE_BYTES, Algorithm
+from lean_engine.runtime.cuda.emulated_driver import NUMPY, multiply
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
+from lean_engine.runtime.cuda.gemm_kernels import Gemm, Problem
 from lean_engine.runtime.cuda.instances import Instance, KernelCall
 from lean_engine.runtime.cuda.nvrtc import Cubin, Resources
 from lean_engine.runtime.cuda.sources import KernelSource
@@ -166,17 +167,33 @@ class FakeCuda:
         assert attribute == 8
         self.shared_bytes_asked[function] = value
 
-    def make_matmul(self, stream: int) -> Callable[..., None]:
-        def array(value: DeviceArray | None) -> NDArray[Any] | None:
-            if value is None:
-                return None
-            return self.view(value.address, value.dtype.name, value.nbytes).reshape(value.shape)
+    def make_blas(self, workspace: int) -> FakeBlas:
+        assert workspace % 256 == 0
+        self.view(workspace, "uint8", WORKSPACE_BYTES)  # lies in an allocation
+        return FakeBlas(self)
 
-        def matmul(*arrays: DeviceArray | None) -> None:
-            views = [array(value) for value in arrays]
-            self.streams[-1].run(lambda: multiply(*views))  # type: ignore[arg-type]
 
-        return matmul
+class FakeBlas:
+    """cuBLASLt by NumPy, over addresses."""
+
+    version = 120900
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def algorithms(self, problem: Problem) -> list[Algorithm]:
+        return [NUMPY]
+
+    def multiply(self, gemm: Gemm, algorithm: Algorithm, stream: int) -> None:
+        assert algorithm == NUMPY
+        assert stream == self.cuda.streams[-1].ptr
+        arrays = [self._array(value) for value in (gemm.out, gemm.x, gemm.weight, gemm.bias, gemm.residual)]
+        self.cuda.streams[-1].run(lambda: multiply(Gemm(*arrays)))
+
+    def _array(self, value: Any) -> Any:
+        if value is None:
+            return None
+        return self.cuda.view(value.address, value.dtype.name, value.nbytes).reshape(value.shape)
 
 
 class Function:

@@ -85,7 +85,7 @@ ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its ty
     "revision": (str, "Branch, tag or commit on the Hub. Default: the main branch."),
     "hf_token": (str, "Access token for the Hub. Default: HF_TOKEN, or what `hf auth login` has stored."),
     "load_format": (str, "auto reads the weights; dummy makes random ones and needs only the configuration."),
-    "device": (str, "Where the model runs: auto, cpu, or cuda-emulated (CUDA kernels on the host; slow, for tests)."),
+    "device": (str, "cpu, cuda, auto (a GPU if one can be used) or cuda-emulated (its kernels on the CPU, for tests)."),
     "dtype": (str, "Type of weights and arithmetic: auto, float32, float16, bfloat16; a CPU computes in float32."),
     "threads": (int, "CPU threads. Default: all CPUs this process may use."),
     "max_model_len": (

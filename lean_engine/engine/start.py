@@ -15,6 +15,7 @@ import numpy as np
 
 from lean_engine import models
 from lean_engine.checkpoint import Checkpoint, open_checkpoint
+from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.config import EngineConfig, ModelConfig, token_ids
 from lean_engine.dtypes import dtype
 from lean_engine.engine.core import Engine
@@ -24,6 +25,11 @@ from lean_engine.ir.sources import RopeTable
 from lean_engine.memory.budget import PoolSize, fit_max_model_len, kv_bytes_per_block, num_blocks_for, size_pool
 from lean_engine.passes import Lowered, lower, optimize, plan_memory
 from lean_engine.runtime.cpu.device import CpuDevice
+from lean_engine.runtime.cuda.attention import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
+from lean_engine.runtime.cuda.cubin_cache import CubinCache
+from lean_engine.runtime.cuda.device import CudaDevice
+from lean_engine.runtime.cuda.driver import Driver
+from lean_engine.runtime.cuda.nvrtc import Nvrtc
 from lean_engine.runtime.device import Device
 from lean_engine.runtime.program import Program
 from lean_engine.runtime.weights import expected_shapes, load_weights
@@ -87,26 +93,45 @@ def start_engine(
 
 
 def make_device(config: EngineConfig, model_config: ModelConfig) -> Device:
-    """The device that the options name.
+    """The device that the options name; "auto" is a GPU where one can be used, else the CPU, and says so in one line.
 
     Raises:
         ConfigError: there is none of this kind here, or it cannot compute as asked.
     """
-    if config.device == "cuda-emulated":
-        from lean_engine.runtime.cuda.device import CudaDevice
-        from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
-
-        refuse_on_cuda(config, model_config)
-        return CudaDevice(EmulatedDriver(), cuda_dtype(config, model_config))
+    if config.device != "cpu":
+        try:
+            driver = open_driver(config.device)
+        except ConfigError as error:
+            if config.device != "auto":
+                raise
+            log.info("the model runs on the CPU: %s", error)
+        else:
+            refuse_on_cuda(config, model_config)
+            return CudaDevice(driver, cuda_dtype(config, model_config))
     if config.dtype not in ("auto", "float32"):
         raise ConfigError(f"dtype is {config.dtype!r}; the CPU device computes in float32")
     return CpuDevice(config.threads)
 
 
+def open_driver(device: str) -> Driver:
+    """The GPU, or the model of one.
+
+    Raises:
+        ConfigError: it cannot be had here; the message says why.
+    """
+    if device == "cuda-emulated":
+        from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
+
+        return EmulatedDriver()
+    from lean_engine.runtime.cuda.cupy_driver import CupyDriver, import_cupy
+
+    cuda = import_cupy()
+    cache = cache_directory()
+    return CupyDriver(CubinCache(cache / "cubin", Nvrtc()), cache / "gemm", cuda=cuda)
+
+
 def refuse_on_cuda(config: EngineConfig, model_config: ModelConfig) -> None:
     """ConfigError where the CUDA kernels have no such sizes."""
-    from lean_engine.runtime.cuda.attention import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
-
     if config.block_size not in BLOCK_SIZES:
         known = " or ".join(map(str, BLOCK_SIZES))
         raise ConfigError(f"block_size is {config.block_size}; on a CUDA device it must be {known}")

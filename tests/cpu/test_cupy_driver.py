@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from lean_engine import LLM, SamplingParams
 from lean_engine.engine import start
 from lean_engine.errors import ConfigError, LaunchError, OutOfMemory
 from lean_engine.runtime.cuda import cupy_driver
+from lean_engine.runtime.cuda.cublaslt import WORKSPACE_BYTES
 from lean_engine.runtime.cuda.cupy_driver import CupyDriver, nearest_architecture
 from lean_engine.runtime.cuda.device import CudaDevice
-from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
+from lean_engine.runtime.cuda.emulated_driver import NUMPY, EmulatedDriver
+from lean_engine.runtime.cuda.gemm_kernels import Problem, skinny_ways
 from lean_engine.runtime.cuda.instances import Instance
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -29,7 +32,7 @@ def make_driver(**options: Any) -> CupyDriver:
         cuda = FakeCuda(**options)
     except ConfigError as error:
         pytest.skip(str(error))
-    return CupyDriver(FakeCubins(), cuda.make_matmul, cuda)
+    return CupyDriver(FakeCubins(), Path(tempfile.mkdtemp()), cuda.make_blas, cuda)  # type: ignore[arg-type]
 
 
 def test_whole_engine_gives_bit_for_bit_what_the_emulated_driver_gives(
@@ -39,7 +42,9 @@ def test_whole_engine_gives_bit_for_bit_what_the_emulated_driver_gives(
     prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 40, 17)]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
     logprobs = []
-    for driver in (EmulatedDriver(), make_driver()):
+    real, emulated = make_driver(), EmulatedDriver()
+    monkeypatch.setattr(real, "choose_gemm", emulated.choose_gemm)  # timing them takes the emulator long
+    for driver in (emulated, real):
         device = CudaDevice(driver, "bfloat16")  # type: ignore[arg-type]
         monkeypatch.setattr(start, "make_device", lambda config, model_config, device=device: device)
         with LLM(tmp_path, load_format="dummy", num_gpu_blocks_override=20, max_model_len=64, max_num_seqs=4) as llm:
@@ -59,12 +64,21 @@ def test_kernels_are_compiled_once_and_for_the_gpu_s_architecture() -> None:
 
 
 def test_memory_is_counted_and_a_lack_of_it_is_an_error_with_the_numbers() -> None:
-    driver = make_driver(max_bytes=1000)
+    driver = make_driver(max_bytes=WORKSPACE_BYTES)
     assert driver.memory_bytes() == (FREE_BYTES, TOTAL_BYTES)
     assert driver.name == "Fake GPU"
     driver.allocate((250,), "float32")
-    with pytest.raises(OutOfMemory, match=r"cannot allocate 1\.95 KiB on Fake GPU; 3\.00 GiB of 4\.00 GiB are free"):
-        driver.allocate((500,), "float32")
+    with pytest.raises(OutOfMemory, match=r"cannot allocate 32\.00 MiB on Fake GPU; 3\.00 GiB of 4\.00 GiB are free"):
+        driver.allocate((WORKSPACE_BYTES + 1,), "uint8")
+
+
+def test_products_compete_once_and_the_choice_is_kept() -> None:
+    driver = make_driver()
+    problem = Problem(1, 8, 16, "float16", "float16")
+    chosen = driver.choose_gemm(problem)
+    assert chosen.name in [*(way.name for way in skinny_ways(problem, "sm_90")), NUMPY.name]
+    driver._choices.stopwatch = None  # type: ignore[assignment]  # nothing is timed again
+    assert driver.choose_gemm(problem) == chosen
 
 
 def test_copies_go_both_ways_and_only_between_equal_sizes() -> None:

@@ -7,6 +7,7 @@ answer may then leave the CPU's only where the CPU itself was undecided between 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from lean_engine.dtypes import numpy_dtype
 from lean_engine.engine.start import compile_model
 from lean_engine.errors import ConfigError, LaunchError
 from lean_engine.runtime.cpu.device import CpuDevice
+from lean_engine.runtime.cuda import cupy_driver
 from lean_engine.runtime.cuda.device import GRAPH_SIZES, CudaDevice
-from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
+from lean_engine.runtime.cuda.emulated_driver import NUMPY, EmulatedDriver
+from lean_engine.runtime.cuda.gemm_kernels import Gemm
 from lean_engine.runtime.weights import expected_shapes
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 FAMILIES = sorted(p.name for p in TINY.iterdir())
-DENSE = [name for name in FAMILIES if name not in ("mixtral", "qwen3-moe")]
 TOLERANCE = {"bfloat16": 0.12, "float16": 0.02}  # of log-probabilities
 PROMPTS = [[(i * 7 + j * 3) % 500 + 5 for j in range(length)] for i, length in enumerate((5, 33, 18, 1))]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -89,8 +91,11 @@ def assert_close(found: list[RequestOutput], wanted: list[RequestOutput], tolera
                 assert abs(mine.logprobs[step][token].logprob - theirs.logprobs[step][token].logprob) < tolerance
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", DENSE)
+CASES = [(family, dtype) for family in FAMILIES for dtype in ("bfloat16", "float16")]
+CASES.remove(("mixtral", "bfloat16"))  # its router is undecided between two experts by less than bfloat16's rounding
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_every_family_gives_the_cpu_device_s_answers(
     load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel, family: str, dtype: str
 ) -> None:
@@ -239,7 +244,7 @@ def test_graph_replays_at_the_addresses_it_has_recorded(device: CudaDevice) -> N
     driver = device.driver
     x, weight, out = (driver.allocate(shape, "bfloat16") for shape in ((2, 4), (3, 4), (2, 3)))
     weight[...] = 1
-    replay = driver.capture(lambda: driver.matmul(x, weight, None, out))
+    replay = driver.capture(lambda: driver.multiply(Gemm(out, x, weight), NUMPY))
     assert np.isnan(out.astype(np.float32)).all(), "nothing runs while it is captured"
     for value in (1, 2):
         x[...] = value
@@ -264,3 +269,23 @@ def test_what_a_cuda_device_lacks_is_refused_by_name(
 def test_head_dims_without_kernels_are_refused(load_emulated: LoadLLM) -> None:
     with pytest.raises(ConfigError, match="head_dim is 24; a CUDA device has kernels for 64, 80, 96, 128, 256"):
         load_emulated(TINY / "gemma3")
+
+
+def test_without_a_gpu_auto_takes_the_cpu_and_says_why(
+    load_llm: LoadLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gpu() -> None:
+        raise ConfigError("no usable CUDA driver: cudaErrorNoDevice")
+
+    monkeypatch.setattr(cupy_driver, "import_cupy", no_gpu)
+    with caplog.at_level(logging.INFO, "lean_engine"):
+        llm = load_llm("gemma3", device="auto")
+    assert llm.engine.runner.program.device.name == "cpu"
+    assert "the model runs on the CPU: no usable CUDA driver: cudaErrorNoDevice" in caplog.messages
+    with pytest.raises(ConfigError, match="no usable CUDA driver: cudaErrorNoDevice"):
+        load_llm("gemma3", device="cuda")
+
+
+def test_sixteen_bits_on_the_cpu_are_refused(load_llm: LoadLLM) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'bfloat16'; the CPU device computes in float32"):
+        load_llm("gemma3", device="cpu", dtype="bfloat16")

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable
 
 from lean_engine.runtime.cuda.attention import attention_instances
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
+from lean_engine.runtime.cuda.gemm_kernels import gemm_instances
 from lean_engine.runtime.cuda.instances import Instance, instances_for
+from lean_engine.runtime.cuda.moe_kernels import moe_instances
 from lean_engine.runtime.cuda.nvrtc import Resources
 from lean_engine.runtime.cuda.sources import kernel_source
 
 
 def every_instance(arch: str) -> list[Instance]:
     """All that an architecture can be asked for, sorted."""
-    return sorted({*instances_for(arch), *attention_instances(arch)})
+    return sorted({*instances_for(arch), *attention_instances(arch), *gemm_instances(arch), *moe_instances(arch)})
 
 
 def by_source(instances: Iterable[Instance]) -> dict[str, list[str]]:

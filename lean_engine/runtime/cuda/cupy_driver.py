@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -19,8 +20,12 @@ from lean_engine.dtypes import numpy_dtype
 from lean_engine.errors import ConfigError, LaunchError, OutOfMemory
 from lean_engine.runtime.cuda.catalogue import by_source
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
+from lean_engine.runtime.cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt
 from lean_engine.runtime.cuda.device_array import DeviceArray
-from lean_engine.runtime.cuda.driver import HostArray, Matmul
+from lean_engine.runtime.cuda.driver import Candidate, HostArray
+from lean_engine.runtime.cuda.gemm_choice import GemmChoices, candidates
+from lean_engine.runtime.cuda.gemm_kernels import Gemm, Problem
+from lean_engine.runtime.cuda.gemm_timing import GraphStopwatch, launch_gemm
 from lean_engine.runtime.cuda.instances import ARCHITECTURES, Instance, KernelCall
 from lean_engine.runtime.cuda.sources import kernel_source
 from lean_engine.runtime.device import Array, Replay
@@ -73,14 +78,21 @@ class CupyDriver:
 
     Args:
         cubins: compiles kernels.
-        make_matmul: (stream pointer) → matrix products on that stream; see runtime.cuda.cublaslt.
+        choices: where choices of products are kept.
+        make_blas: (address of a workspace) → cuBLASLt.
         cuda: cupy.cuda; None imports it.
 
     Raises:
         ConfigError: no CuPy, no GPU, or one that no kernel is compiled for.
     """
 
-    def __init__(self, cubins: CubinCache, make_matmul: Callable[[int], Matmul], cuda: Any = None) -> None:
+    def __init__(
+        self,
+        cubins: CubinCache,
+        choices: Path,
+        make_blas: Callable[[int], CublasLt] = CublasLt,
+        cuda: Any = None,
+    ) -> None:
         self._cuda = cuda or import_cupy()
         properties = self._cuda.runtime.getDeviceProperties(self._cuda.Device().id)
         self.name = as_text(properties["name"])
@@ -90,7 +102,9 @@ class CupyDriver:
         self._cubins = cubins
         self._functions: dict[Instance, Any] = {}
         self._shared_bytes: dict[Instance, int] = {}  # what was asked for beyond the default
-        self._matmul = make_matmul(self._stream.ptr)
+        self._workspace = self.allocate((WORKSPACE_BYTES,), "uint8")
+        self._blas = make_blas(device(self._workspace).address)
+        self._choices = GemmChoices(choices, self.name, self._blas.version, GraphStopwatch(self, self._launch_gemm))
 
     # -- memory
 
@@ -152,8 +166,14 @@ class CupyDriver:
         args = tuple(kernel_argument(argument) for argument in call.args)
         function(call.grid, call.block, args, call.shared_bytes, self._stream)
 
-    def matmul(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        self._matmul(x, weight, bias, out)
+    def choose_gemm(self, problem: Problem) -> Candidate:
+        return self._choices.choose(problem, candidates(problem, self.arch, self._blas))
+
+    def multiply(self, gemm: Gemm, algorithm: Algorithm) -> None:
+        self._blas.multiply(gemm, algorithm, self._stream.ptr)
+
+    def _launch_gemm(self, gemm: Gemm, candidate: Candidate) -> None:
+        launch_gemm(self, self._blas, self._stream.ptr, gemm, candidate)
 
     def capture(self, run: Callable[[], None]) -> Replay:
         self._stream.begin_capture(STREAM_CAPTURE_MODE_GLOBAL)

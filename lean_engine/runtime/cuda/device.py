@@ -18,8 +18,10 @@ import numpy as np
 from lean_engine.errors import ConfigError
 from lean_engine.ir.graph import Dims
 from lean_engine.passes import Launch
-from lean_engine.runtime.cuda import attention
+from lean_engine.runtime.cuda import attention, moe_kernels
+from lean_engine.runtime.cuda.cublaslt import Algorithm
 from lean_engine.runtime.cuda.driver import Driver, HostArray
+from lean_engine.runtime.cuda.gemm_kernels import Gemm, gemm_of
 from lean_engine.runtime.cuda.instances import ARCHITECTURES_WITHOUT_BFLOAT16, REAL_DTYPES, KernelCall, kernel_calls
 from lean_engine.runtime.device import Array, LaunchArgs, Replay, StepInputs
 
@@ -29,16 +31,14 @@ COARSE = 256  # beyond them, multiples of this many tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Matmul:
-    """A matrix product: out [T, O] = x [T, C] · weight [O, C]ᵀ + bias."""
+class LibraryGemm:
+    """A product by an algorithm of the library."""
 
-    x: Array
-    weight: Array
-    bias: Array | None
-    out: Array
+    gemm: Gemm
+    algorithm: Algorithm
 
 
-Command = KernelCall | Matmul
+Command = KernelCall | LibraryGemm
 
 
 class CudaDevice:
@@ -134,6 +134,9 @@ class CudaDevice:
         if launch.kernel == "paged_attention":
             _, _, _, head_dim = launch.inputs[1].type.concrete_shape(dims)
             return attention.parts_bytes(self.driver.arch, head_dim, self.driver.num_sms)
+        if launch.kernel == "moe_experts":
+            sizes = moe_kernels.sizes_of([value.type.concrete_shape(dims) for value in launch.inputs])
+            return moe_kernels.moe_workspace_bytes(sizes, self.compute_dtype, self.driver.arch)
         return 0
 
     def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
@@ -148,20 +151,27 @@ class CudaDevice:
             if isinstance(command, KernelCall):
                 self.driver.launch(command)
             else:
-                self.driver.matmul(command.x, command.weight, command.bias, command.out)
+                self.driver.multiply(command.gemm, command.algorithm)
 
     def _commands(self, launches: Sequence[LaunchArgs]) -> list[Command]:
         commands: list[Command] = []
         plans: dict[int, attention.AttentionPlan] = {}  # window → its lists in this step
         for launch in launches:
             if launch.kernel == "gemm":
-                bias = launch.inputs[2] if len(launch.inputs) > 2 else None
-                commands.append(Matmul(launch.inputs[0], launch.inputs[1], bias, launch.outputs[0]))
+                commands.append(self._gemm(gemm_of(launch)))
+            elif launch.kernel == "moe_route":
+                commands.append(moe_kernels.moe_route_call(launch))
+            elif launch.kernel == "moe_experts":
+                commands += moe_kernels.moe_experts_calls(launch, self.driver.arch)
             elif launch.kernel == "paged_attention":
                 commands += self._attention(launch, plans)
             else:
                 commands += kernel_calls(launch)
         return commands
+
+    def _gemm(self, gemm: Gemm) -> Command:
+        way = self.driver.choose_gemm(gemm.problem)
+        return LibraryGemm(gemm, way) if isinstance(way, Algorithm) else way.call(gemm)
 
     def _attention(self, launch: LaunchArgs, plans: dict[int, attention.AttentionPlan]) -> list[KernelCall]:
         g = attention.geometry(launch)

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from lean_engine.runtime.cuda.cublaslt import Algorithm
+from lean_engine.runtime.cuda.gemm_kernels import Gemm, Problem, Way
 from lean_engine.runtime.cuda.instances import Instance, KernelCall
 from lean_engine.runtime.device import Array, Replay
 
 HostArray = NDArray[Any]
-Matmul = Callable[[Array, Array, Array | None, Array], None]  # x, weight, bias, out; see Driver.matmul
+Candidate = Way | Algorithm  # of gemm_choice, which measures them over a Driver
 
 
 class Driver(Protocol):
@@ -51,8 +53,11 @@ class Driver(Protocol):
     def launch(self, call: KernelCall) -> None:
         """Run a prepared kernel."""
 
-    def matmul(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """out [T, O] = x [T, C] · weight [O, C]ᵀ + bias [O], accumulated in float32; out may be float32."""
+    def choose_gemm(self, problem: Problem) -> Candidate:
+        """The best way for a product: a kernel of ours, or an algorithm for `multiply`. Not while capturing."""
+
+    def multiply(self, gemm: Gemm, algorithm: Algorithm) -> None:
+        """Run a product by a chosen algorithm of the library, accumulated in float32."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
         """Record what `run` launches as a graph; the result launches the graph."""

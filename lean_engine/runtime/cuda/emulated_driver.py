@@ -1,8 +1,8 @@
 """A GPU on the host, for tests: the kernels' sources run in tools/cuda_host, and CUDA's rules are kept.
 
 Memory that nobody has written holds NaN (and -1 as an integer). A graph replays the very launches it has recorded, at
-the addresses they had. Inside a capture it refuses what CUDA refuses. Matrix products are NumPy's, accumulated in
-float32 and rounded once.
+the addresses they had. Inside a capture it refuses what CUDA refuses. Products of few rows go through our kernels; the
+others, which would take the emulator long, are NumPy's, accumulated in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import numpy as np
 from lean_engine.dtypes import numpy_dtype
 from lean_engine.errors import LaunchError
 from lean_engine.memory.budget import available_memory_bytes, total_memory_bytes
-from lean_engine.runtime.cuda.driver import HostArray
+from lean_engine.runtime.cuda.cublaslt import Algorithm
+from lean_engine.runtime.cuda.driver import Candidate, HostArray
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
+from lean_engine.runtime.cuda.gemm_kernels import Gemm, Problem, skinny_ways
 from lean_engine.runtime.cuda.instances import Instance, KernelCall
 from lean_engine.runtime.device import Array, Replay
 
 ALIGNMENT = 256  # bytes, as CUDA's allocations
+MAX_EMULATED_ROWS = 4  # of a product by our kernels
+NUMPY = Algorithm(b"NumPy", 0)
 
 
 class EmulatedDriver:
@@ -80,8 +84,13 @@ class EmulatedDriver:
             raise LaunchError(f"{call.instance.expression} is launched but was never prepared")
         self._run(self._kernels.bind(call))
 
-    def matmul(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        self._run(partial(multiply, x, weight, bias, out))
+    def choose_gemm(self, problem: Problem) -> Candidate:
+        if problem.num_rows <= MAX_EMULATED_ROWS:
+            return skinny_ways(problem, self.arch)[0]
+        return NUMPY
+
+    def multiply(self, gemm: Gemm, algorithm: Algorithm) -> None:
+        self._run(partial(multiply, gemm))
 
     def capture(self, run: Callable[[], None]) -> Replay:
         self._refuse_in_capture("another capture begins")
@@ -114,8 +123,9 @@ def run_all(commands: Sequence[Replay]) -> None:
         command()
 
 
-def multiply(x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-    product = x.astype(np.float32) @ weight.astype(np.float32).T
-    if bias is not None:
-        product += bias.astype(np.float32)
-    out[...] = product.astype(out.dtype)
+def multiply(gemm: Gemm) -> None:
+    product = gemm.x.astype(np.float32) @ gemm.weight.astype(np.float32).T
+    for term in (gemm.bias, gemm.residual):
+        if term is not None:
+            product += term.astype(np.float32)
+    gemm.out[...] = product.astype(gemm.out.dtype)
