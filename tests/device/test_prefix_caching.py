@@ -207,7 +207,7 @@ def test_lower_priorities_are_answered_first(load_llm: LoadLLM) -> None:
         ([1, 2], r"2 priorities for 1 prompts"),
         ([1], r"priority is 1, but scheduling_policy is 'fcfs'; it must be 'priority'"),
         (["high"], r"priority is 'high', must be an integer"),
-        (5, r"priority is 5, must be a list of integers, a prompt each"),
+        (5, r"priority is 5, must be a list of integers, one per prompt"),
     ],
 )
 def test_bad_priorities_are_refused(load_llm: LoadLLM, priority: Any, message: str) -> None:

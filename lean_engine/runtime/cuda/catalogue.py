@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from lean_engine.runtime.cuda.attention import attention_instances
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
@@ -10,12 +11,14 @@ from lean_engine.runtime.cuda.gemm_kernels import gemm_instances
 from lean_engine.runtime.cuda.instances import Instance, instances_for
 from lean_engine.runtime.cuda.moe_kernels import moe_instances
 from lean_engine.runtime.cuda.nvrtc import Resources
+from lean_engine.runtime.cuda.sampling import sampling_instances
 from lean_engine.runtime.cuda.sources import kernel_source
 
 
 def every_instance(arch: str) -> list[Instance]:
     """All that an architecture can be asked for, sorted."""
-    return sorted({*instances_for(arch), *attention_instances(arch), *gemm_instances(arch), *moe_instances(arch)})
+    families = (instances_for(arch), attention_instances(arch), gemm_instances(arch), moe_instances(arch))
+    return sorted({*chain(*families), *sampling_instances()})
 
 
 def by_source(instances: Iterable[Instance]) -> dict[str, list[str]]:
