@@ -4,6 +4,8 @@ W's rows are shared out over the Team; within a thread:
 - one row of x: a matrix-vector product, W streamed once;
 - few rows: OpenBLAS would pack all of W, which costs more than the product itself, except for products of up to about
   10⁶ multiply-adds, for which it has kernels that do not pack. So W is cut into panels small enough for those;
+- some more rows: the product the other way round, W·xᵀ, for which it packs only xᵀ, and whose result is turned while
+  it is in the cache;
 - many rows: one product.
 
 The BLAS itself runs one thread, but for steps of one row that go by its own threads (see faster.py).
@@ -22,6 +24,8 @@ from lean_engine.runtime.device import Array, LaunchArgs
 
 MAX_PANEL_WORK = 700_000  # multiply-adds of one panel's product: safely inside the kernels that do not pack
 MIN_PANEL, MAX_PANEL = 16, 128  # weight rows of a panel, a multiple of 16
+TURNED_ROWS = range(22, 97)  # rows of x for which W·xᵀ is faster than panels and than one product
+TURNED_WEIGHTS = 512  # weight rows whose result is turned at once: at most 192 KiB
 
 
 def gemm(scope: Scope, args: LaunchArgs, _scratch: Sequence[Array]) -> list[Call]:
@@ -37,13 +41,15 @@ def gemm(scope: Scope, args: LaunchArgs, _scratch: Sequence[Array]) -> list[Call
 def product(scope: Scope, x: Array, weight: Array, out: Array) -> Call:
     """The call that computes out = x·weightᵀ; out's rows may be strided."""
     parts = split(len(weight), 1 if scope.uses_blas_threads else scope.team.num_threads)
-    tasks = [part_product(x, weight[part], out[:, part]) for part in parts]
+    tasks = [part_product(scope, i, x, weight[part], out[:, part]) for i, part in enumerate(parts)]
     return tasks[0] if len(tasks) == 1 else partial(scope.team.run, tasks)
 
 
-def part_product(x: Array, weight: Array, out: Array) -> Call:
+def part_product(scope: Scope, thread: int, x: Array, weight: Array, out: Array) -> Call:
     """One thread's share: out [T, O] is a part of the columns."""
     rows, depth = x.shape
+    if rows in TURNED_ROWS:
+        return partial(turned_product, turned_parts(scope, thread, x, weight, out), x.T)
     if rows == 1:
         return partial(np.matmul, weight, x[0], out=out[0])
     panel = panel_rows(rows, depth, len(weight))
@@ -68,3 +74,22 @@ def panel_product(x: Array, weight: Array, out: Array, panel: int) -> Call:
     if not rest:
         return product_of_panels
     return in_turn(product_of_panels, partial(np.matmul, x, weight[whole:].T, out=out[:, whole:]))
+
+
+def turned_parts(scope: Scope, thread: int, x: Array, weight: Array, out: Array) -> list[tuple[Array, Array, Array]]:
+    """Weight rows, scratch for their result [rows of weight, T], and where it belongs; a thread's share in pieces."""
+    scratch = scope.constant(
+        ("turned product", thread), lambda: np.empty(TURNED_WEIGHTS * TURNED_ROWS.stop, np.float32)
+    )
+    parts = []
+    for start in range(0, len(weight), TURNED_WEIGHTS):
+        piece = slice(start, min(start + TURNED_WEIGHTS, len(weight)))
+        rows = piece.stop - start
+        parts.append((weight[piece], scratch[: rows * len(x)].reshape(rows, len(x)), out[:, piece].T))
+    return parts
+
+
+def turned_product(parts: list[tuple[Array, Array, Array]], x_turned: Array) -> None:
+    for weight, scratch, out in parts:
+        np.matmul(weight, x_turned, out=scratch)
+        out[...] = scratch
