@@ -203,6 +203,11 @@ def bytes_for_kv(device: DeviceMemory, footprint: Footprint, workspace: Workspac
 
 def uniform_shape(prompt_len: int | None, output_len: int | None, max_model_len: int) -> RequestShape:
     """The shape that the flags describe; a length that was left open shrinks to the context."""
+    if max_model_len < 2:
+        raise click.UsageError(f"the context is {max_model_len}; a request needs a token of prompt and one of output")
+    for name, given in (("--prompt-tokens", prompt_len), ("--output-tokens", output_len)):
+        if given is not None and given >= max_model_len:
+            raise click.UsageError(f"{name} is {given}; in a context of {max_model_len} at most {max_model_len - 1}")
     if prompt_len is None:
         room = max_model_len - output_len if output_len is not None else max_model_len * 2 // 5
         prompt_len = min(DEFAULT_PROMPT, max(1, room))
