@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_kernel_running import Array, GuardedMemory
+from cuda_kernel_running import Array, GuardedMemory, build_checked
 
 from lean_engine.errors import ConfigError
 from lean_engine.ir import reference
@@ -45,12 +45,7 @@ Bind = Callable[[KernelCall], Callable[..., None]]
 @cache
 def checked_kernels() -> EmulatedKernels:
     """ARCH's bfloat16 instances, built once, and others when asked for; skips the test where they cannot be built."""
-    try:
-        kernels = EmulatedKernels(is_checked=True)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    kernels.build(attention_instances(ARCH, ["bfloat16"]))
-    return kernels
+    return build_checked(attention_instances(ARCH, ["bfloat16"]))
 
 
 @dataclass(frozen=True)

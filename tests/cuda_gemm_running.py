@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import pytest
-from cuda_kernel_running import ORDERS, Array, GuardedMemory, assert_rounded
+from cuda_kernel_running import ORDERS, Array, GuardedMemory, assert_rounded, build_checked
 
-from lean_engine.errors import ConfigError
 from lean_engine.ir.reference import ACTIVATIONS
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
 from lean_engine.runtime.cuda.gemm_kernels import Gemm, Way, gemm_instances
@@ -24,12 +22,7 @@ Bind = Callable[[KernelCall], Callable[..., None]]
 @cache
 def checked_kernels() -> EmulatedKernels:
     """The bfloat16 instances of ARCH, built once, others when asked for; skips where they cannot be built."""
-    try:
-        kernels = EmulatedKernels(is_checked=True)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    kernels.build(gemm_instances(ARCH, ["bfloat16"]))
-    return kernels
+    return build_checked(gemm_instances(ARCH, ["bfloat16"]))
 
 
 @dataclass(frozen=True)

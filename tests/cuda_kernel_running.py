@@ -5,7 +5,7 @@ Inputs are read-only; each array stands between guards that must not change; out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from lean_engine.ir.graph import TensorType
 from lean_engine.ir.ops import OPS, infer_types
 from lean_engine.passes.lower import KERNELS as KERNEL_NAMES
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
-from lean_engine.runtime.cuda.instances import REAL_DTYPES, KernelCall, instances, kernel_calls
+from lean_engine.runtime.cuda.instances import REAL_DTYPES, Instance, KernelCall, instances, kernel_calls
 from lean_engine.runtime.device import LaunchArgs
 from lean_engine.runtime.kernels import KERNELS
 
@@ -33,11 +33,16 @@ ORDERS = ((0, 0), (1, 0), (7, 20))  # (order, preempt): ascending, descending, r
 @cache
 def checked_kernels() -> EmulatedKernels:
     """All instances, built once; skips the test where they cannot be."""
+    return build_checked(i for dtype in (*REAL_DTYPES, "float32") for i in instances(dtype))
+
+
+def build_checked(wanted: Iterable[Instance]) -> EmulatedKernels:
+    """Instances built for checked runs, others when asked for; skips the test where they cannot be built."""
     try:
         kernels = EmulatedKernels(is_checked=True)
     except ConfigError as error:
         pytest.skip(str(error))
-    kernels.build(i for dtype in (*REAL_DTYPES, "float32") for i in instances(dtype))
+    kernels.build(wanted)
     return kernels
 
 

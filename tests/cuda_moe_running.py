@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import pytest
 from cuda_gemm_running import ARCH, Bind
-from cuda_kernel_running import Array, GuardedMemory
+from cuda_kernel_running import Array, GuardedMemory, build_checked
 
 from lean_engine.dtypes import numpy_dtype
-from lean_engine.errors import ConfigError
 from lean_engine.ir import reference
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
 from lean_engine.runtime.cuda.moe_kernels import (
@@ -28,12 +26,7 @@ from lean_engine.runtime.kernels import KERNELS
 
 @cache
 def checked_kernels() -> EmulatedKernels:
-    try:
-        kernels = EmulatedKernels(is_checked=True)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    kernels.build(moe_instances(ARCH))
-    return kernels
+    return build_checked(moe_instances(ARCH))
 
 
 def placed(memory: GuardedMemory, array: Array, dtype: str) -> Array:

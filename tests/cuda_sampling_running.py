@@ -12,11 +12,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pytest
-from cuda_kernel_running import ORDERS, Array, GuardedMemory
+from cuda_kernel_running import ORDERS, Array, GuardedMemory, build_checked
 
 from lean_engine.engine.device_sampling import sample_result, slot_setup, token_logprobs
-from lean_engine.errors import ConfigError
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
 from lean_engine.runtime.cuda.instances import KernelCall
 from lean_engine.runtime.cuda.sampling import (
@@ -38,12 +36,7 @@ EOS = (2,)
 
 @cache
 def checked_kernels() -> EmulatedKernels:
-    try:
-        kernels = EmulatedKernels(is_checked=True)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    kernels.build(sampling_instances())
-    return kernels
+    return build_checked(sampling_instances())
 
 
 def run_calls(calls: Sequence[KernelCall], order: int = 0, preempt: int = 0) -> None:

@@ -37,6 +37,7 @@ class Turn:
 
 
 Conversation = tuple[Turn, ...]
+Lengths = tuple[float, float, int, int]  # mean, sigma, low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,18 @@ def multi_turn(source: Source) -> Iterator[Conversation]:
     systems = Popular([source.tokens(source.length(150, 0.6, 30, 600)) for _ in range(8)])
     while True:
         start = systems.one(source.random) + source.unique_tokens(source.length(60, 1.0, 4, 1024))
-        turns = [Turn(start, source.tokens(source.length(200, 0.8, 2, 1024)), 0.0)]
-        for _ in range(source.random.randint(1, 9)):
-            message = source.tokens(source.length(60, 1.0, 4, 1024))
-            turns.append(Turn(message, source.tokens(source.length(200, 0.8, 2, 1024)), source.delay(200)))
-        yield tuple(turns)
+        yield conversation(source, start, (200, 0.8, 2, 1024), (60, 1.0, 4, 1024), more=(1, 9), delay=200)
+
+
+def conversation(
+    source: Source, start: array[int], output: Lengths, message: Lengths, more: tuple[int, int], delay: float
+) -> Conversation:
+    """A first turn and from `more[0]` to `more[1]` others; output, message: as Source.length takes them."""
+    turns = [Turn(start, source.tokens(source.length(*output)), 0.0)]
+    for _ in range(source.random.randint(*more)):
+        text = source.tokens(source.length(*message))
+        turns.append(Turn(text, source.tokens(source.length(*output)), source.delay(delay)))
+    return tuple(turns)
 
 
 def rag(source: Source) -> Iterator[Conversation]:
@@ -148,11 +156,7 @@ def agent(source: Source) -> Iterator[Conversation]:
     tools = Popular([source.tokens(source.random.randint(1500, 3500)) for _ in range(3)])
     while True:
         start = tools.one(source.random) + source.unique_tokens(source.length(150, 0.8, 8, 1024))
-        turns = [Turn(start, source.tokens(source.length(60, 0.6, 4, 400)), 0.0)]
-        for _ in range(source.random.randint(5, 19)):
-            result = source.tokens(source.length(200, 0.9, 4, 2000))
-            turns.append(Turn(result, source.tokens(source.length(60, 0.6, 4, 400)), source.delay(10)))
-        yield tuple(turns)
+        yield conversation(source, start, (60, 0.6, 4, 400), (200, 0.9, 4, 2000), more=(5, 19), delay=10)
 
 
 def unrelated(source: Source) -> Iterator[Conversation]:

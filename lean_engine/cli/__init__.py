@@ -14,11 +14,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 import click
 
 from lean_engine import __version__
+from lean_engine.cli.lazy_group import LazyGroup
 from lean_engine.errors import ConfigError, LeanEngineError, RequestError
 
 COMMANDS = {  # name → the module that holds it
@@ -32,21 +32,11 @@ COMMANDS = {  # name → the module that holds it
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
-class LazyGroup(click.Group):
-    """Finds its commands in COMMANDS."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name not in COMMANDS:
-            raise click.UsageError(f"unknown command {cmd_name!r}; there are: {', '.join(COMMANDS)}", ctx)
-        found = import_module(COMMANDS[cmd_name]).command
-        assert isinstance(found, click.Command)
-        return found
+class CommandGroup(LazyGroup):
+    modules = COMMANDS
 
 
-@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:

@@ -5,27 +5,18 @@ To add one: write cli/bench_<name>.py with a click command called `command`, and
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import click
+
+from lean_engine.cli.lazy_group import LazyGroup
 
 SUBCOMMANDS = {  # name → the module that holds it
     "memory": "lean_engine.cli.bench_memory",
 }
 
 
-class BenchGroup(click.Group):
-    """Finds its subcommands in SUBCOMMANDS."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(SUBCOMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name not in SUBCOMMANDS:
-            raise click.UsageError(f"unknown benchmark {cmd_name!r}; there are: {', '.join(SUBCOMMANDS)}", ctx)
-        found = import_module(SUBCOMMANDS[cmd_name]).command
-        assert isinstance(found, click.Command)
-        return found
+class BenchGroup(LazyGroup):
+    modules = SUBCOMMANDS
+    noun = "benchmark"
 
 
 @click.group("bench", cls=BenchGroup, invoke_without_command=True)

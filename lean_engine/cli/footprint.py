@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
 from lean_engine.checkpoint.resolve import looks_like_path
-from lean_engine.cli.inspect import largest_step
 from lean_engine.errors import CheckpointError, ConfigError
 from lean_engine.memory.budget import kv_bytes_per_block
 from lean_engine.models.presets import PRESETS
@@ -73,6 +72,7 @@ class Footprint:
         """For a context of so many tokens."""
         from lean_engine.ir.graph import TensorType
         from lean_engine.ir.sources import RopeTable
+        from lean_engine.scheduling.setup import step_dims
 
         dims = step_dims(self.largest_step, max_model_len, self.engine.block_size)
         tables = [
@@ -87,11 +87,6 @@ class Footprint:
         )
 
 
-def step_dims(largest: Mapping[str, int], max_model_len: int, block_size: int) -> dict[str, int]:
-    """The letters of a program in which KV caches take no part in the arena."""
-    return {**largest, "M": -(-max_model_len // block_size), "N": 2, "S": block_size}
-
-
 def footprint_of(model: str, engine: EngineConfig, dtype: str) -> Footprint:
     """Compile a model from its configuration.
 
@@ -101,6 +96,7 @@ def footprint_of(model: str, engine: EngineConfig, dtype: str) -> Footprint:
     from lean_engine import models
     from lean_engine.engine.start import max_model_len_of
     from lean_engine.passes import lower, optimize, plan_memory
+    from lean_engine.scheduling.setup import largest_step, step_dims
 
     config = models.configure(raw_config(model, engine))
     limit = max_model_len_of(config, engine)

@@ -209,6 +209,7 @@ def inspect_model(
     from lean_engine.passes import lower, optimize, plan_memory
     from lean_engine.passes.report import measure, num_parameters, parameter_bytes
     from lean_engine.runtime.cpu.device import CpuDevice
+    from lean_engine.scheduling.setup import largest_step, step_dims
 
     checkpoint = open_checkpoint(model, revision=engine.revision, token=engine.hf_token, load_format="dummy")
     config = models.configure(checkpoint.config)
@@ -222,9 +223,10 @@ def inspect_model(
         before = models.build(config, element_type, limit)
         after = optimize(before)
         largest = largest_step(engine, limit)
-        sizes = {"M": -(-limit // engine.block_size), "N": 2, "S": engine.block_size}
         lowered = lower(after)
-        plans = [plan_memory(lowered, {**dims, **sizes}, workspace) for dims in (step.dims, largest)]
+        plans = [
+            plan_memory(lowered, step_dims(dims, limit, engine.block_size), workspace) for dims in (step.dims, largest)
+        ]
     finally:
         device.close()
     count = num_parameters(before)
@@ -261,18 +263,6 @@ def make_step(num_tokens: int | None, num_requests: int, context: int | None, li
         flag = "--num-tokens per request" if context is None else "--context"
         raise click.UsageError(f"{flag} is {length}, the model's context has {limit} tokens")
     return Step(tokens, num_requests, length)
-
-
-def largest_step(engine: EngineConfig, limit: int) -> dict[str, int]:
-    """What the engine plans its arena for: its scheduler's limits."""
-    from lean_engine.scheduling.setup import make_scheduler
-
-    scheduler = make_scheduler(engine, 2, limit)
-    return {
-        "T": scheduler.max_num_batched_tokens,
-        "B": scheduler.max_num_running,
-        "R": scheduler.max_num_logit_rows,
-    }
 
 
 def fold_layers(text: str) -> str:

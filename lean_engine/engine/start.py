@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from lean_engine import models
 from lean_engine.checkpoint import Checkpoint, open_checkpoint
-from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.config import EngineConfig, ModelConfig, token_ids
 from lean_engine.dtypes import dtype
 from lean_engine.engine.core import Engine
@@ -25,17 +24,15 @@ from lean_engine.ir.sources import RopeTable
 from lean_engine.memory.budget import PoolSize, fit_max_model_len, kv_bytes_per_block, num_blocks_for, size_pool
 from lean_engine.passes import Lowered, lower, optimize, plan_memory
 from lean_engine.runtime.cpu.device import CpuDevice
-from lean_engine.runtime.cuda.attention import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
-from lean_engine.runtime.cuda.cubin_cache import CubinCache
-from lean_engine.runtime.cuda.device import CudaDevice
-from lean_engine.runtime.cuda.driver import Driver
-from lean_engine.runtime.cuda.nvrtc import Nvrtc
 from lean_engine.runtime.device import Device
 from lean_engine.runtime.program import Program
 from lean_engine.runtime.weights import expected_shapes, load_weights
-from lean_engine.scheduling.setup import make_scheduler, step_limits
+from lean_engine.scheduling.setup import largest_step, make_scheduler, step_dims
 from lean_engine.text.tokenizer import Tokenizer
 from lean_engine.units import format_bytes
+
+if TYPE_CHECKING:
+    from lean_engine.runtime.cuda.driver import Driver
 
 log = logging.getLogger("lean_engine")
 
@@ -106,6 +103,8 @@ def make_device(config: EngineConfig, model_config: ModelConfig) -> Device:
                 raise
             log.info("the model runs on the CPU: %s", error)
         else:
+            from lean_engine.runtime.cuda.device import CudaDevice
+
             refuse_on_cuda(config, model_config)
             return CudaDevice(driver, cuda_dtype(config, model_config))
     if config.dtype not in ("auto", "float32"):
@@ -123,15 +122,22 @@ def open_driver(device: str) -> Driver:
         from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
 
         return EmulatedDriver()
-    from lean_engine.runtime.cuda.cupy_driver import CupyDriver, import_cupy
+    from lean_engine.runtime.cuda.cupy_module import import_cupy
 
-    cuda = import_cupy()
+    cuda = import_cupy()  # before what only a GPU needs
+    from lean_engine.checkpoint.demo_model import cache_directory
+    from lean_engine.runtime.cuda.cubin_cache import CubinCache
+    from lean_engine.runtime.cuda.cupy_driver import CupyDriver
+    from lean_engine.runtime.cuda.nvrtc import Nvrtc
+
     cache = cache_directory()
     return CupyDriver(CubinCache(cache / "cubin", Nvrtc()), cache / "gemm", cuda=cuda)
 
 
 def refuse_on_cuda(config: EngineConfig, model_config: ModelConfig) -> None:
     """ConfigError where the CUDA kernels have no such sizes."""
+    from lean_engine.runtime.cuda.attention import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
+
     if config.block_size not in BLOCK_SIZES:
         known = " or ".join(map(str, BLOCK_SIZES))
         raise ConfigError(f"block_size is {config.block_size}; on a CUDA device it must be {known}")
@@ -275,10 +281,8 @@ def size_kv_pool(
 
 def workspace_bytes(lowered: Lowered, device: Device, config: EngineConfig, max_model_len: int) -> int:
     """The arena of the largest step: activations and the scratch of kernels."""
-    budget, max_rows = step_limits(config, max_model_len)
-    num_running = min(config.max_num_seqs, budget, max_rows)
-    dims = {"T": budget, "B": num_running, "R": max_rows, "M": num_blocks_for(max_model_len, config.block_size)}
-    return plan_memory(lowered, {**dims, "N": 2, "S": config.block_size}, device.workspace_bytes).arena_bytes
+    dims = step_dims(largest_step(config, max_model_len), max_model_len, config.block_size)
+    return plan_memory(lowered, dims, device.workspace_bytes).arena_bytes
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -17,9 +17,8 @@ from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from lean_engine.config import HASH_ALGORITHMS
 from lean_engine.errors import ConfigError
-
-HASH_ALGORITHMS = ("sha256", "builtin")
 
 BlockKey = Hashable
 ROOT = bytes(32)  # the parent of a first block, as long as a digest, so that parent and tokens keep their places

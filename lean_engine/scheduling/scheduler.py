@@ -28,6 +28,7 @@ from bisect import insort
 from collections.abc import Sequence
 from operator import attrgetter
 
+from lean_engine.config import POLICIES
 from lean_engine.errors import ConfigError, RequestError
 from lean_engine.memory.block_pool import BlockPool, IntegrityError
 from lean_engine.memory.prefix_cache import BlockKeys
@@ -39,7 +40,6 @@ from lean_engine.scheduling.request import NEVER, FinishReason, Request, Request
 from lean_engine.scheduling.statistics import SchedulerStats, StepStats
 from lean_engine.scheduling.step import Limits, Step
 
-POLICIES = ("fcfs", "priority")
 _order = attrgetter("order")
 
 

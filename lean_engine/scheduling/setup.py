@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lean_engine.config import EngineConfig
 from lean_engine.memory.block_pool import BlockPool
+from lean_engine.memory.budget import num_blocks_for
 from lean_engine.memory.prefix_cache import BlockKeys
 from lean_engine.scheduling.scheduler import Scheduler
 
@@ -39,3 +42,22 @@ def make_scheduler(config: EngineConfig, num_blocks: int, max_model_len: int) ->
         policy=config.scheduling_policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
     )
+
+
+def largest_step(config: EngineConfig, max_model_len: int) -> dict[str, int]:
+    """T, B and R of the largest step of a scheduler with these options: what an engine plans its arena for.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    scheduler = make_scheduler(config, 2, max_model_len)
+    return {
+        "T": scheduler.max_num_batched_tokens,
+        "B": scheduler.max_num_running,
+        "R": scheduler.max_num_logit_rows,
+    }
+
+
+def step_dims(step: Mapping[str, int], max_model_len: int, block_size: int) -> dict[str, int]:
+    """The letters of a program of these T, B and R; KV caches, the smallest here, are no part of its arena."""
+    return {**step, "M": num_blocks_for(max_model_len, block_size), "N": 2, "S": block_size}

@@ -121,7 +121,7 @@ def test_every_command_says_what_it_does_with_an_example_and_defaults(name: str,
     assert "Examples:\n  lean-engine " + name in out
     assert "smollm2-135m-instruct" in out
     group_help = succeed(capsys, "--help")
-    command = cli.LazyGroup("x").get_command(click.Context(cli.cli), name)
+    command = cli.CommandGroup("x").get_command(click.Context(cli.cli), name)
     assert command.get_short_help_str(60) in " ".join(group_help.split())
     for option in command.params:
         if isinstance(option, options.Option) and not option.is_flag and option.section != "Prompts":
@@ -138,7 +138,7 @@ def test_bench_lists_its_benchmarks_and_each_says_what_it_does(capsys: Capture) 
 
 def test_engine_flags_are_the_fields_of_engine_config() -> None:
     assert list(options.ENGINE_FLAGS) == [f.name for f in fields(EngineConfig)]
-    group = cli.LazyGroup("x")
+    group = cli.CommandGroup("x")
     bench = group.get_command(click.Context(cli.cli), "bench")
     assert isinstance(bench, click.Group)
     commands = [

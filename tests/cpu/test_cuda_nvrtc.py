@@ -19,7 +19,7 @@ import pytest
 
 from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.errors import ConfigError
-from lean_engine.runtime.cuda import nvrtc
+from lean_engine.runtime.cuda import libraries, nvrtc
 from lean_engine.runtime.cuda.catalogue import by_source, every_instance
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
 from lean_engine.runtime.cuda.instances import ARCHITECTURES, instances_for
@@ -195,7 +195,7 @@ def test_oldest_wheel_comes_before_the_toolkit(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "nvidia/cuda_nvrtc/lib/libnvrtc-builtins.so.12.9").touch()
     spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path / "nvidia")]
-    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
     found = [path.relative_to(tmp_path).as_posix() for path in nvrtc.library_paths() if path.is_relative_to(tmp_path)]
     assert found == [places[1], places[0], places[2]]

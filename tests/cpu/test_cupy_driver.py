@@ -16,7 +16,7 @@ from tiny import raw_config
 from lean_engine import LLM, SamplingParams
 from lean_engine.engine import start
 from lean_engine.errors import ConfigError, LaunchError, OutOfMemory
-from lean_engine.runtime.cuda import cupy_driver
+from lean_engine.runtime.cuda import cupy_driver, cupy_module
 from lean_engine.runtime.cuda.cublaslt import WORKSPACE_BYTES
 from lean_engine.runtime.cuda.cupy_driver import CupyDriver, nearest_architecture
 from lean_engine.runtime.cuda.device import CudaDevice
@@ -138,20 +138,20 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("No module named 'cupy'")
 
     cuda = make_driver()._cuda
-    monkeypatch.setattr(cupy_driver.importlib, "import_module", broken)
+    monkeypatch.setattr(cupy_module.importlib, "import_module", broken)
     with pytest.raises(ConfigError, match=r"CuPy cannot be imported .*; install lean-engine\[cuda12\]"):
-        cupy_driver.import_cupy()
+        cupy_module.import_cupy()
 
     def no_driver() -> int:
         raise CUDARuntimeError("cudaErrorInsufficientDriver")
 
     cuda.runtime.getDeviceCount = no_driver
-    monkeypatch.setattr(cupy_driver.importlib, "import_module", lambda name: cuda)
+    monkeypatch.setattr(cupy_module.importlib, "import_module", lambda name: cuda)
     with pytest.raises(ConfigError, match="no usable CUDA driver: cudaErrorInsufficientDriver"):
-        cupy_driver.import_cupy()
+        cupy_module.import_cupy()
     cuda.runtime.getDeviceCount = lambda: 0
     with pytest.raises(ConfigError, match="the CUDA driver shows no GPU"):
-        cupy_driver.import_cupy()
+        cupy_module.import_cupy()
 
 
 def test_names_are_those_of_an_installed_cupy() -> None:

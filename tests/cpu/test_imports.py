@@ -20,7 +20,7 @@ ALLOWED = {
     "ir": {"errors", "dtypes", "config"},
     "models": {"errors", "config", "ir"},
     "passes": {"errors", "ir"},
-    "memory": {"errors", "units", "histogram"},
+    "memory": {"errors", "config", "units", "histogram"},
     "scheduling": {"errors", "config", "memory"},
     "sampling": {"errors"},
     "runtime": {"errors", "dtypes", "units", "config", "ir", "passes", "memory"},

@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
+from lean_engine.config import HASH_ALGORITHMS
 from lean_engine.errors import ConfigError
-from lean_engine.memory.prefix_cache import HASH_ALGORITHMS, BlockKey, BlockKeys, ExtraKey, ExtraKeys
+from lean_engine.memory.prefix_cache import BlockKey, BlockKeys, ExtraKey, ExtraKeys
 
 
 def keys_of(maker: BlockKeys, token_ids: list[int], extra_keys: ExtraKeys = ()) -> list[BlockKey]:

@@ -23,7 +23,7 @@ from lean_engine.dtypes import numpy_dtype
 from lean_engine.engine.start import compile_model
 from lean_engine.errors import ConfigError, LaunchError
 from lean_engine.runtime.cpu.device import CpuDevice
-from lean_engine.runtime.cuda import cupy_driver
+from lean_engine.runtime.cuda import cupy_module
 from lean_engine.runtime.cuda.device import GRAPH_SIZES, CudaDevice
 from lean_engine.runtime.cuda.emulated_driver import NUMPY, EmulatedDriver
 from lean_engine.runtime.cuda.gemm_kernels import Gemm
@@ -277,7 +277,7 @@ def test_without_a_gpu_auto_takes_the_cpu_and_says_why(
     def no_gpu() -> None:
         raise ConfigError("no usable CUDA driver: cudaErrorNoDevice")
 
-    monkeypatch.setattr(cupy_driver, "import_cupy", no_gpu)
+    monkeypatch.setattr(cupy_module, "import_cupy", no_gpu)
     with caplog.at_level(logging.INFO, "lean_engine"):
         llm = load_llm("gemma3", device="auto")
     assert llm.engine.runner.program.device.name == "cpu"

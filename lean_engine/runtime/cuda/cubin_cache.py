@@ -1,8 +1,8 @@
 """A disk cache of cubins, keyed by everything that decides them: sources, kernels, architecture, compiler, options.
 
 Processes that need the same cubin at once compile it once: the first holds a lock, the others wait and read. A file
-that is damaged or of another format is compiled anew. A file is the SHA-256 of what follows in hexadecimal, a line of
-JSON (names and resources of the kernels), then the cubin.
+that is damaged or of another format is compiled anew. A file holds a line of JSON, the names and
+resources of the kernels, and then the cubin.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from lean_engine.errors import ConfigError
 from lean_engine.runtime.cuda.nvrtc import OPTIONS, Cubin, Nvrtc, Resources
 from lean_engine.runtime.cuda.sources import KernelSource
+from lean_engine.runtime.cuda.whole_file import locked, read_whole, write_whole
 
 FORMAT = 1  # of the files; another number, another key
 
@@ -65,11 +63,7 @@ class CubinCache:
 
 def read_cubin(path: Path) -> Cubin | None:
     """None if there is no such file, or not a whole one."""
-    try:
-        digest, _, body = path.read_bytes().partition(b"\n")
-    except OSError:
-        return None
-    if hashlib.sha256(body).hexdigest().encode() != digest:
+    if (body := read_whole(path)) is None:
         return None
     head, _, data = body.partition(b"\n")
     kernels = json.loads(head)
@@ -84,27 +78,4 @@ def write_cubin(path: Path, cubin: Cubin) -> None:
         expression: {"symbol": name, "resources": dataclasses.asdict(cubin.resources[expression])}
         for expression, name in cubin.names.items()
     }
-    body = json.dumps(kernels).encode() + b"\n" + cubin.data
-    descriptor, scratch = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-        os.replace(scratch, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(scratch)
-        raise
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process at the latest. Where there is no flock (Windows), nobody waits, and two
-    processes may compile the same."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    write_whole(path, json.dumps(kernels).encode() + b"\n" + cubin.data)

@@ -1,17 +1,15 @@
 """A GPU through CuPy: its allocator, streams, events and graphs, and modules loaded from cubins that NVRTC made.
 
-Only this file imports CuPy, and of CuPy it uses what its table of names says; tests check the table against an
+Of CuPy it uses what its table of names says; tests check the table against an
 installed CuPy and run this file over a fake one.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +19,7 @@ from lean_engine.errors import ConfigError, LaunchError, OutOfMemory
 from lean_engine.runtime.cuda.catalogue import by_source
 from lean_engine.runtime.cuda.cubin_cache import CubinCache
 from lean_engine.runtime.cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt
+from lean_engine.runtime.cuda.cupy_module import import_cupy
 from lean_engine.runtime.cuda.device_array import DeviceArray
 from lean_engine.runtime.cuda.driver import Candidate, HostArray
 from lean_engine.runtime.cuda.gemm_choice import GemmChoices, candidates
@@ -52,25 +51,6 @@ CUPY_NAMES = (  # everything of CuPy that is used, below cupy.cuda
     "runtime.memcpyHostToDevice",
 )
 STREAM_CAPTURE_MODE_GLOBAL = 0  # strict: what is unsafe in a capture is an error, in whatever thread
-
-
-def import_cupy() -> ModuleType:
-    """CuPy's cuda module.
-
-    Raises:
-        ConfigError: CuPy is not installed, or there is no usable GPU; the message says which.
-    """
-    try:
-        cuda = importlib.import_module("cupy.cuda")
-    except ImportError as error:
-        raise ConfigError(f"CuPy cannot be imported ({error}); install lean-engine[cuda12] or [cuda13]") from None
-    try:
-        num_devices = cuda.runtime.getDeviceCount()
-    except cuda.runtime.CUDARuntimeError as error:
-        raise ConfigError(f"no usable CUDA driver: {error}") from None
-    if num_devices == 0:
-        raise ConfigError("the CUDA driver shows no GPU")
-    return cuda
 
 
 class CupyDriver:

@@ -14,20 +14,17 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from lean_engine.errors import ConfigError, LaunchError
 from lean_engine.runtime.cuda import gemm_kernels
-from lean_engine.runtime.cuda.cubin_cache import locked
 from lean_engine.runtime.cuda.cublaslt import Algorithm, CublasLt
 from lean_engine.runtime.cuda.gemm_kernels import Problem, Way, skinny_ways
 from lean_engine.runtime.cuda.sources import kernel_source
+from lean_engine.runtime.cuda.whole_file import locked, read_whole, write_whole
 
 FORMAT = 1  # of the files; another number, another file
 ROUNDS = 3  # each candidate's time is the shortest of so many
@@ -128,7 +125,7 @@ def fastest(stopwatch: Stopwatch, problem: Problem, offered: Sequence[Candidate]
     return offered[next(i for i in usable if times[i] <= limit)]
 
 
-# ---- the file: the SHA-256 of what follows in hexadecimal, then a line of JSON
+# ---- the file
 
 
 def choice_key(problem: Problem, offered: Sequence[Candidate]) -> str:
@@ -143,24 +140,9 @@ def digest_of(value: object) -> str:
 
 def read_choices(path: Path) -> dict[str, str]:
     """Empty if there is no such file, or not a whole one."""
-    try:
-        digest, _, body = path.read_bytes().partition(b"\n")
-    except OSError:
-        return {}
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        return {}
-    return {str(key): str(name) for key, name in json.loads(body).items()}
+    body = read_whole(path)
+    return {} if body is None else {str(key): str(name) for key, name in json.loads(body).items()}
 
 
 def write_choices(path: Path, choices: dict[str, str]) -> None:
-    """Put a whole file in place in one step."""
-    body = json.dumps(choices, indent=0, sort_keys=True).encode()
-    descriptor, scratch = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-        os.replace(scratch, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(scratch)
-        raise
+    write_whole(path, json.dumps(choices, indent=0, sort_keys=True).encode())

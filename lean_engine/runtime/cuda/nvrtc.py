@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lean_engine.errors import ConfigError, LeanEngineError
+from lean_engine.runtime.cuda import libraries
 from lean_engine.runtime.cuda.sources import KernelSource
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
-LIBRARY = "nvrtc64_*.dll" if sys.platform == "win32" else "libnvrtc.so*"
 PACKAGES = "nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc for CUDA 13)"
 _ERROR = re.compile(r"^(?P<file>[^\s(]+)\((?P<line>\d+)\): (?:catastrophic )?error: (?P<text>.*)$", re.MULTILINE)
 
@@ -155,34 +152,10 @@ def encoded(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def library_paths() -> Iterator[Path]:
-    """Where NVRTC is: in the pip wheels, then in the toolkit that CUDA_PATH or the system knows.
-
-    Of several wheels the oldest comes first, since a driver runs no cubin of a toolkit newer than itself.
-    """
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [
-        path
-        for folder in (spec.submodule_search_locations or [] if spec else [])
-        for place in ("*/lib", "*/bin", "*/bin/x86_64")  # nvidia/cuda_nvrtc/lib for CUDA 12, nvidia/cu13/lib for 13
-        for path in Path(folder).glob(f"{place}/{LIBRARY}")
-    ]
-    toolkits = [
-        path
-        for root in filter(None, (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"))
-        for place in ("lib64", "lib", "bin")
-        for path in sorted(Path(root, place).glob(LIBRARY))
-    ]
-    for path in (*sorted(wheels, key=major_version), *toolkits):
+    """Where NVRTC is, the place to be tried first first."""
+    for path in libraries.library_paths("nvrtc"):
         if ".alt" not in path.name:  # a second build of it that lies beside it on Windows
             yield path
-    if system := ctypes.util.find_library("nvrtc"):
-        yield Path(system)
-
-
-def major_version(library: Path) -> int:
-    """The number in libnvrtc.so.12 or nvrtc64_120_0.dll, for comparison on one system."""
-    match = re.search(r"(?:\.so\.|nvrtc64_)(\d+)", library.name)
-    return int(match[1]) if match else 0
 
 
 def describe(source: KernelSource, log: str) -> str:
