@@ -316,7 +316,10 @@ class EngineConfig:
     hf_token: str | None = None  # Hub access token; None = what the Hub library finds
     load_format: str = "auto"  # "auto" or "dummy" (random weights from a config alone)
     device: str = "auto"  # a GPU where one can be used, else the CPU; or "cuda", "cpu", "cuda-emulated" (for tests)
-    dtype: str = "auto"  # of weights and arithmetic; the CPU device computes in float32 whatever the checkpoint holds
+    dtype: str = "auto"  # of weights and products; on the CPU auto is float32 products of weights as they are stored
+    quantization: str | None = None  # "int8": weights are rounded to 8 bits per output channel when they are loaded
+    kv_cache_dtype: str = "auto"  # that of the arithmetic; the CPU device also keeps "bfloat16" and "float16"
+    cpu_kernels: str = "auto"  # "compiled" by the system's C compiler, or "numpy"; auto: compiled if that can be
     threads: int | None = None  # of the CPU device; None = what the process may use
     max_model_len: int | None = None  # tokens of prompt and output; None = the model's context, fitted to the KV pool
     block_size: int = 16  # tokens per KV block
@@ -329,6 +332,9 @@ class EngineConfig:
     max_num_seqs: int = 128  # requests that run at once
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step or waits
     long_prefill_token_threshold: int | None = None  # tokens of one prompt per step; see scheduling.Scheduler
+    async_scheduling: bool | None = None  # launch a step before the results of the one before are read; None: on a GPU
+    enforce_eager: bool = False  # CUDA: launch every kernel by itself, capture no graphs
+    cudagraph_capture_sizes: Sequence[int] | None = None  # requests in a step, whose graphs are captured at start
     scheduling_policy: str = "fcfs"  # or "priority": a request's priority counts, lower ones first
     max_logprobs: int = 20  # cap of logprobs and prompt_logprobs; -1 = no cap
     seed: int | None = None  # of requests that bring none; None = fresh entropy for each
@@ -348,7 +354,11 @@ class EngineConfig:
                 self._at_least_one(name)
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("device", DEVICES)
-        self._one_of("dtype", ("auto", "float32", "float16", "bfloat16"))
+        for name in ("dtype", "kv_cache_dtype"):
+            self._one_of(name, ("auto", "float32", "float16", "bfloat16"))
+        self._one_of("cpu_kernels", ("auto", "compiled", "numpy"))
+        if self.quantization is not None:
+            self._one_of("quantization", ("int8",))
         if not is_integer(self.max_logprobs) or self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs!r}, must be -1 (no cap), 0 or more")
         if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**64):
@@ -356,11 +366,12 @@ class EngineConfig:
         for name in ("revision", "hf_token", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be a string")
-        for name in ("enable_chunked_prefill", "enable_prefix_caching"):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be true or false")
         self._one_of("prefix_caching_hash_algo", HASH_ALGORITHMS)
         self._one_of("scheduling_policy", POLICIES)
+        self._check_graphs()
         self._check_utilization()
         self._check_long_threshold()
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
@@ -368,6 +379,17 @@ class EngineConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}; "
                 "every running request needs one token of the budget"
             )
+
+    def _check_graphs(self) -> None:
+        if not isinstance(self.async_scheduling, bool | None):
+            raise ConfigError(f"async_scheduling is {self.async_scheduling!r}, must be true or false")
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return
+        if not isinstance(sizes, list | tuple) or not all(is_integer(size) and size >= 1 for size in sizes):
+            raise ConfigError(f"cudagraph_capture_sizes is {sizes!r}, must be a list of integers of at least 1")
+        if sizes and self.enforce_eager:
+            raise ConfigError(f"cudagraph_capture_sizes is {sizes!r}, but enforce_eager captures no graphs")
 
     def _check_utilization(self) -> None:
         share = self.gpu_memory_utilization

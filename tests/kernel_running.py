@@ -12,9 +12,10 @@ from lean_engine.dtypes import numpy_dtype
 from lean_engine.ir import reference
 from lean_engine.ir.graph import TensorType, Value
 from lean_engine.ir.ops import OPS, infer_types
+from lean_engine.ir.sources import Stack, Tensor
 from lean_engine.passes.lower import KERNELS as KERNEL_NAMES
 from lean_engine.passes.lower import Launch
-from lean_engine.runtime.device import Device, LaunchArgs, Replay
+from lean_engine.runtime.device import Device, LaunchArgs, Operand, Replay
 from lean_engine.runtime.kernels import KERNELS
 
 Array = NDArray[Any]
@@ -24,7 +25,7 @@ class KernelRun:
     """A launch of the kernel of one op kind.
 
     Args:
-        inputs: float arrays become float32, integer arrays int32.
+        inputs: float arrays become float32, caches what the device keeps, integer arrays int32.
         in_place: output → input whose storage it takes over.
     """
 
@@ -37,7 +38,15 @@ class KernelRun:
         in_place: Mapping[int, int] | None = None,
     ) -> None:
         self.kind, self.attrs = kind, dict(attrs or {})
-        self.inputs = [place(device, array) for array in inputs]
+        params = KERNELS[KERNEL_NAMES.get(kind, kind)].inputs
+        self.inputs = [
+            place(device, array, device.kv_cache_dtype if param.dtype == "kv" else "float32")
+            for param, array in zip(params, inputs, strict=False)
+        ]
+        self._operands: list[Any] = [  # the inputs, matrices in the device's form: what they hold then, they hold on
+            load_matrix(device, array) if param.dtype == "matrix" else array
+            for param, array in zip(params, self.inputs, strict=False)
+        ]
         types = tuple(TensorType(a.shape, a.dtype.name) for a in self.inputs)
         attention_like = [TensorType(("B", "M"), "int32"), TensorType(("B+1",), "int32"), TensorType(("B",), "int32")]
         inferred = types[:3] + tuple(attention_like) if kind == "paged_attention" else types
@@ -58,8 +67,15 @@ class KernelRun:
         num_bytes = device.workspace_bytes(Launch(name, inputs, outputs, self.attrs), {})
         workspace = device.allocate((num_bytes,), "uint8")
         workspace[...] = 0xFF  # NaN as float32
-        scalars = KERNELS[name].check(self.inputs, self.outputs, self.attrs, device.compute_dtype)
-        return device.capture([LaunchArgs(name, self.inputs, self.outputs, scalars, workspace)])
+        scalars = KERNELS[name].check(
+            self._operands,
+            self.outputs,
+            self.attrs,
+            device.compute_dtype,
+            device.kv_cache_dtype,
+            device.matrix_formats,
+        )
+        return device.capture([LaunchArgs(name, self._operands, self.outputs, scalars, workspace)])
 
     def poison(self) -> None:
         """NaN, or a wild number, in every output that has storage of its own."""
@@ -75,11 +91,45 @@ class KernelRun:
         return list(results) if isinstance(results, tuple) else [results]
 
 
-def place(device: Device, array: Array) -> Array:
-    dtype = "int32" if np.issubdtype(array.dtype, np.integer) else "float32"
+def place(device: Device, array: Array, real: str = "float32") -> Array:
+    dtype = "int32" if np.issubdtype(array.dtype, np.integer) else real
     placed = device.allocate(array.shape, dtype)
     placed[...] = array.astype(numpy_dtype(dtype))
     return placed
+
+
+class OneTensor:
+    """A checkpoint of one array."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def tensor(self, name: str) -> Array:
+        return self.array
+
+    stored = tensor
+
+    def stored_type(self, name: str) -> str:
+        return self.array.dtype.name
+
+    def release(self, name: str) -> None:
+        pass
+
+
+class Experts(OneTensor):
+    """A checkpoint with a tensor for each matrix of a stack, named by its number."""
+
+    def tensor(self, name: str) -> Array:
+        return self.array[int(name)]
+
+    stored = tensor
+
+
+def load_matrix(device: Device, array: Array) -> Operand:
+    """A matrix or a stack of them in the device's form."""
+    if array.ndim == 2:
+        return device.load_matrix(Tensor("0", array.shape), OneTensor(array))
+    return device.load_matrix(Stack(tuple(Tensor(str(e), array.shape[1:]) for e in range(len(array)))), Experts(array))
 
 
 def run_kernel(

@@ -87,6 +87,12 @@ class RandomTensors:
         values = noise(name, shape, self.seed)
         return 1 + 0.3 * values if len(shape) == 1 else 1.5 * values / shape[-1] ** 0.5
 
+    def stored_type(self, name: str) -> str:
+        return "float32"
+
+    def stored(self, name: str) -> Array:
+        return self.tensor(name).astype(np.float32)
+
     def release(self, name: str) -> None:
         pass
 

@@ -50,6 +50,20 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> np.ndarray:
         """A tensor's values; possibly a read-only view of the mapped file. Raises as shape and dtype do."""
 
+    def stored_type(self, name: str) -> str:
+        """How a tensor is stored: "float32", "float16", "bfloat16", or a GGUF block type in lower case, "q4_1".
+
+        Raises as dtype does.
+        """
+        return self.dtype(name)
+
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor as it is stored: elements of its own type, or its rows of quantised blocks, uint8 [O, row bytes].
+
+        Possibly a read-only view of the mapped file. Raises as dtype does.
+        """
+        return self.tensor(name)
+
     def release(self, name: str) -> None:  # noqa: B027 - a checkpoint that maps no file has nothing to give back
         """Give back the memory a tensor's file pages occupy, once its values have been copied elsewhere.
 

@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lean_engine.checkpoint.base import Checkpoint
+from lean_engine.dtypes import numpy_dtype
 from lean_engine.errors import CheckpointError
+
+STORED_TYPES = ("float32", "float16", "bfloat16")
 
 
 class DummyCheckpoint(Checkpoint):
@@ -48,6 +51,15 @@ class DummyCheckpoint(Checkpoint):
     def dtype(self, name: str) -> str:
         self.shape(name)
         return "float32"
+
+    def stored_type(self, name: str) -> str:
+        """The type that the config says its checkpoint has, so that what is measured is the size of that."""
+        self.shape(name)
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        return named if named in STORED_TYPES else "float32"
+
+    def stored(self, name: str) -> NDArray[Any]:
+        return self.tensor(name).astype(numpy_dtype(self.stored_type(name)), copy=False)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         shape = self.shape(name)

@@ -1,4 +1,4 @@
-"""Reads one .gguf file: metadata, tensor table, tensors as float32.
+"""Reads one .gguf file: metadata, tensor table, tensors as float32 or as they are stored.
 
 gguf.GGUFReader makes NumPy arrays of every string of a vocabulary, which takes seconds; this parser takes 0.1 s for
 100k strings. The block formats themselves are dequantised by the gguf package.
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lean_engine.checkpoint.mapped_file import MappedFile
+from lean_engine.dtypes import numpy_dtype
 from lean_engine.errors import CheckpointError
 
 VERSIONS = (2, 3)
@@ -27,6 +28,7 @@ VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _MAX_DIMS = 4
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # stored element by element
 _SPAN_ELEMENTS = 1 << 17  # dequantised at a time: temporaries stay in the cache and small
 _MAX_THREADS = 4
 
@@ -44,6 +46,11 @@ class GgufTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) // self.block_elements * self.block_bytes
+
+    @property
+    def stored_type(self) -> str:
+        """Our name of the type: "float32", "float16", "bfloat16", else that of the blocks in lower case, "q4_1"."""
+        return _FLOATS.get(self.type_name, self.type_name.lower())
 
 
 class GgufFile:
@@ -88,6 +95,20 @@ class GgufFile:
         if tensor.type_name == "F32":
             return self._mapped.array(offset, shape, np.float32)
         return dequantise(self._mapped.array(offset, (num_bytes,), np.uint8), tensor).reshape(shape)
+
+    def stored_rows(self, name: str, index: int | None = None) -> NDArray[Any]:
+        """A tensor, or its index-th slice, as it is stored, a read-only view: elements, or uint8 [..., bytes per row].
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        tensor = self.stored(name)
+        shape = tensor.shape if index is None else tensor.shape[1:]
+        offset, _ = self._range(tensor, index)
+        if tensor.type_name in _FLOATS:
+            return self._mapped.array(offset, shape, numpy_dtype(tensor.stored_type))
+        row_bytes = shape[-1] // tensor.block_elements * tensor.block_bytes
+        return self._mapped.array(offset, (*shape[:-1], row_bytes), np.uint8)
 
     def release(self, name: str, index: int | None = None) -> None:
         """Give back the file pages of a tensor or of one slice."""

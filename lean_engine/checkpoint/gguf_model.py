@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +95,7 @@ class Origin:
 
 
 class GgufCheckpoint(Checkpoint):
-    """One GGUF file; every tensor comes out as float32.
+    """One GGUF file; `tensor` gives float32 whatever is stored.
 
     Raises:
         CheckpointError: the file is damaged, its architecture unknown, or a tensor has no counterpart in transformers.
@@ -130,6 +131,19 @@ class GgufCheckpoint(Checkpoint):
         if origin.num_permuted_heads:
             values = unpermute(values, origin.num_permuted_heads)
         return values - np.float32(1) if origin.is_shifted else values
+
+    def stored_type(self, name: str) -> str:
+        origin = self._origin(name)
+        self._file.check_loadable(origin.gguf_name)
+        return "float32" if origin.is_shifted else self._file.stored(origin.gguf_name).stored_type
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """Rows in the order of transformers; norm weights that the converter has shifted come as from `tensor`."""
+        origin = self._origin(name)
+        if origin.is_shifted:
+            return self.tensor(name)
+        rows = self._file.stored_rows(origin.gguf_name, origin.expert)
+        return unpermute(rows, origin.num_permuted_heads) if origin.num_permuted_heads else rows
 
     def release(self, name: str) -> None:
         origin = self._origin(name)
@@ -171,11 +185,11 @@ class GgufCheckpoint(Checkpoint):
         return CheckpointError(f"{self.source}: tensor {gguf_name} is not known of the architecture {architecture!r}")
 
 
-def unpermute(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+def unpermute(rows: NDArray[Any], num_heads: int) -> NDArray[Any]:
     """Rows of a Q or K projection (or its bias) from llama.cpp's order to that of transformers.
 
     Within a head of D rows, llama.cpp keeps the two rows that rotate together side by side (0, D/2, 1, D/2 + 1, …).
-    rows: [num_heads * D, …], float32.
+    rows: [num_heads * D, …], of elements or of the bytes of quantised blocks, which lie within a row.
     """
     head_dim = rows.shape[0] // num_heads
     pairs = rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:])

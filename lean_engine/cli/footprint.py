@@ -6,6 +6,7 @@ rope tables and the step's inputs; and KV blocks. Kernels' own scratch depends o
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,21 +20,9 @@ from lean_engine.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from lean_engine.config import EngineConfig, ModelConfig
-    from lean_engine.ir.graph import Graph
+    from lean_engine.engine.workspace import Workspace
+    from lean_engine.ir.graph import Graph, Value
     from lean_engine.passes import Lowered
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """What a step needs beside weights and KV cache, bytes."""
-
-    arena_bytes: int  # activations
-    rope_table_bytes: int
-    input_bytes: int  # ids, positions, slots, block tables, …
-
-    @property
-    def num_bytes(self) -> int:
-        return self.arena_bytes + self.rope_table_bytes + self.input_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +47,44 @@ class Footprint:
 
     @property
     def weights_bytes(self) -> int:
-        from lean_engine.engine.start import weight_bytes
+        """Of everything that is loaded; rope tables, which depend on the context, are workspace."""
+        from lean_engine.ir.sources import RopeTable
 
-        return weight_bytes(self.lowered)
+        loaded = [p.value for p in self.lowered.parameters if not isinstance(p.source, RopeTable)]
+        if self.engine.quantization is None:
+            return sum(value.type.num_bytes({}) for value in loaded)
+        return sum(int8_bytes(value) for value in loaded)
+
+    @property
+    def weights_type(self) -> str:
+        return self.dtype if self.engine.quantization is None else self.engine.quantization
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        return self.dtype if self.engine.kv_cache_dtype == "auto" else self.engine.kv_cache_dtype
 
     def kv_block_bytes(self, block_size: int) -> int:
         from lean_engine.dtypes import dtype
 
         c = self.config
-        return kv_bytes_per_block(c.num_layers, c.num_kv_heads, c.head_dim, block_size, dtype(self.dtype).num_bytes)
+        return kv_bytes_per_block(
+            c.num_layers, c.num_kv_heads, c.head_dim, block_size, dtype(self.kv_cache_dtype).num_bytes
+        )
 
     def workspace(self, max_model_len: int) -> Workspace:
         """For a context of so many tokens."""
-        from lean_engine.ir.graph import TensorType
-        from lean_engine.ir.sources import RopeTable
-        from lean_engine.scheduling.setup import step_dims
+        from lean_engine.engine.workspace import workspace_of
 
-        dims = step_dims(self.largest_step, max_model_len, self.engine.block_size)
-        tables = [
-            TensorType(RopeTable(p.source.rope, max_model_len).shape, p.value.type.dtype)
-            for p in self.lowered.parameters
-            if isinstance(p.source, RopeTable)
-        ]
-        return Workspace(
-            self.arena_bytes,
-            sum(table.num_bytes({}) for table in tables),
-            sum(value.type.num_bytes(dims) for value in self.lowered.inputs),
-        )
+        block_size = self.engine.block_size
+        return workspace_of(self.lowered, self.arena_bytes, self.largest_step, max_model_len, block_size)
+
+
+def int8_bytes(value: Value) -> int:
+    """A weight matrix as int8 with a float32 scale per output channel; other parameters as they are."""
+    shape = value.type.concrete_shape({})
+    if len(shape) == 1:
+        return value.type.num_bytes({})
+    return math.prod(shape) + 4 * math.prod(shape[:-1])
 
 
 def footprint_of(model: str, engine: EngineConfig, dtype: str) -> Footprint:

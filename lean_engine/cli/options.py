@@ -81,12 +81,23 @@ def size(text: str) -> int:
         raise click.BadParameter(str(error)) from None
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Integers with commas or blanks between them."""
+    words = str(text).replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        raise click.BadParameter(f"{text!r} is not a list of sizes; write for example 1,2,4,8")
+    return tuple(map(int, words))
+
+
 ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its type, and help with the unit
     "revision": (str, "Branch, tag or commit on the Hub. Default: the main branch."),
     "hf_token": (str, "Access token for the Hub. Default: HF_TOKEN, or what `hf auth login` has stored."),
     "load_format": (str, "auto reads the weights; dummy makes random ones and needs only the configuration."),
     "device": (str, "cpu, cuda, auto (a GPU if one can be used) or cuda-emulated (its kernels on the CPU, for tests)."),
-    "dtype": (str, "Type of weights and arithmetic: auto, float32, float16, bfloat16; a CPU computes in float32."),
+    "dtype": (str, "Type of weights and products: float32, float16, bfloat16; auto: the checkpoint's (CPU: exact)."),
+    "quantization": (str, "int8 rounds weights to 8 bits per output channel as they are loaded. Default: none."),
+    "kv_cache_dtype": (str, "Type of keys and values: auto (as computed), or on a CPU float32, bfloat16, float16."),
+    "cpu_kernels": (str, "auto compiles the CPU's kernels once if there is a C compiler; compiled insists; numpy."),
     "threads": (int, "CPU threads. Default: all CPUs this process may use."),
     "max_model_len": (
         tokens,
@@ -117,6 +128,15 @@ ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its ty
         tokens,
         "Tokens of one prompt in a step at most; 0 = no bound. Default: half of a step while shorter prompts wait.",
     ),
+    "async_scheduling": (
+        bool,
+        "Whether a step is launched before the results of the one before it are read. Default: on a GPU.",
+    ),
+    "enforce_eager": (bool, "On a GPU, whether every kernel is launched by itself instead of a graph. Default: off."),
+    "cudagraph_capture_sizes": (
+        sizes,
+        "Requests in a step, such as 1,2,4, whose graphs a GPU captures at start. Default: each when it first occurs.",
+    ),
     "scheduling_policy": (str, "Order of requests: fcfs (as they come) or priority (a lower number first)."),
     "max_logprobs": (int, "Cap of --logprobs, tokens per position; -1 = none."),
     "seed": (int, "Random seed of requests that bring none. Default: a fresh one for each."),
@@ -137,7 +157,13 @@ RUNNING = (  # what every command that runs an engine honours
     "long_prefill_token_threshold",
     "device",
     "threads",
+    "cpu_kernels",
+    "async_scheduling",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
     "dtype",
+    "quantization",
+    "kv_cache_dtype",
     "load_format",
     "revision",
     "hf_token",

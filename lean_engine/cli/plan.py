@@ -16,7 +16,7 @@ import click
 
 from lean_engine.bench.trace import read_trace
 from lean_engine.checkpoint import DEFAULT_MODEL
-from lean_engine.cli.footprint import Footprint, Workspace, footprint_of
+from lean_engine.cli.footprint import Footprint, footprint_of
 from lean_engine.cli.inspect import plural
 from lean_engine.cli.options import Command, Option, engine_options, model_argument, size, tokens
 from lean_engine.config import EngineConfig
@@ -28,6 +28,7 @@ from lean_engine.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lean_engine.engine.workspace import Workspace
     from lean_engine.memory.budget import PoolSize
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -89,7 +90,7 @@ def count(text: str) -> int:
     show_default=True,
     cls=Option,
     section="Device",
-    help="Type of weights, activations and KV cache; auto is the checkpoint's. (CPUs compute in float32.)",
+    help="Type of weights, activations and KV cache; auto is the checkpoint's.",
 )
 @click.option(
     "--prompt-tokens",
@@ -116,7 +117,16 @@ def count(text: str) -> int:
     "changes nothing here, and a shared prefix counts in full.  [default: all requests alike]",
 )
 @click.option("--json", "as_json", is_flag=True, cls=Option, section="Output", help="Print all figures as JSON.")
-@engine_options("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "revision", "hf_token")
+@engine_options(
+    "max_model_len",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "quantization",
+    "kv_cache_dtype",
+    "revision",
+    "hf_token",
+)
 def command(
     model: str | None,
     gpu_memory: int | None,
@@ -194,7 +204,7 @@ def bytes_for_kv(device: DeviceMemory, footprint: Footprint, workspace: Workspac
     left = device.usable_bytes - footprint.weights_bytes - workspace.num_bytes
     if left < 0:
         raise OutOfMemory(
-            f"the weights need {format_bytes(footprint.weights_bytes)} as {footprint.dtype} and the workspace "
+            f"the weights need {format_bytes(footprint.weights_bytes)} as {footprint.weights_type} and the workspace "
             f"{format_bytes(workspace.num_bytes)}; {device.utilization:.4g} of the device's "
             f"{format_bytes(device.total_bytes)} are {format_bytes(device.usable_bytes)}"
         )
@@ -269,6 +279,8 @@ class Report:
             "model": f.model,
             "num_parameters": f.num_parameters,
             "dtype": f.dtype,
+            "quantization": f.engine.quantization,
+            "kv_cache_dtype": f.kv_cache_dtype,
             "device_bytes": self.device.total_bytes,
             "gpu_memory_utilization": self.device.utilization,
             "usable_bytes": self.device.usable_bytes,
@@ -305,7 +317,7 @@ class Report:
             "model": f"{f.model}: {f.config.model_type}, {f.config.num_layers} layers, {f.num_parameters:,} parameters",
             "device": f"{format_bytes(device.total_bytes)}{origin}; {format_bytes(device.usable_bytes)} to use at "
             f"{device.utilization:.4g}",
-            "weights": f"{format_bytes(f.weights_bytes)} as {f.dtype}",
+            "weights": f"{format_bytes(f.weights_bytes)} as {f.weights_type}",
             "workspace": f"{format_bytes(workspace.num_bytes)}: activations {format_bytes(workspace.arena_bytes)} of "
             f"the largest step ({largest['T']:,} tokens, {largest['B']:,} requests, {largest['R']:,} rows of logits), "
             f"rope tables {format_bytes(workspace.rope_table_bytes)}, inputs {format_bytes(workspace.input_bytes)}",

@@ -6,17 +6,52 @@ and choosing, so that a replay only launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from lean_engine.ir.graph import Dims
+from lean_engine.ir.sources import Source
 from lean_engine.passes import Launch
 
 Array = NDArray[Any]
 Replay = Callable[[], None]
+
+
+class Matrix(Protocol):
+    """A weight matrix, or a stack of them, in a form that only its device reads."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[O, C], or [E, O, C] of a stack: what it means, however it is stored."""
+
+    @property
+    def format(self) -> str:
+        """The name of the form: "bfloat16", "int8", "q4_1", …"""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Operand = Array | Matrix  # what a launch reads
+
+
+class TensorStore(Protocol):
+    """What is needed of a checkpoint."""
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """The values, in some floating-point type."""
+
+    def stored_type(self, name: str) -> str:
+        """How the tensor is stored: "float32", "float16", "bfloat16", or a GGUF block type, such as "q4_1"."""
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """The tensor as it is stored: elements of its type, or rows of blocks, uint8 [O, bytes per row]."""
+
+    def release(self, name: str) -> None:
+        """Its file pages are not needed for now."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +59,7 @@ class LaunchArgs:
     """A launch with addresses: everything a device needs to run it."""
 
     kernel: str
-    inputs: Sequence[Array]
+    inputs: Sequence[Any]  # arrays, and matrices where the kernel table says so
     outputs: Sequence[Array]
     scalars: Mapping[str, Any]  # wrapped in their declared types
     workspace: Array  # uint8, what workspace_bytes asked for
@@ -36,12 +71,18 @@ class StepInputs:
 
     host: Mapping[str, Array]
     device: Mapping[str, Array]
-    upload: Replay  # makes `device` hold what `host` holds
+    upload: Callable[[int, int], None]  # makes `device` hold `host`: of block_tables so many requests and blocks each
+    twin: StepInputs | None = None  # other host memory for the same `device`: to be written with a step in flight
 
 
 class Device(Protocol):
     name: str  # "cpu", "cuda"
-    compute_dtype: str  # of weights, activations and KV cache
+    compute_dtype: str  # of activations, and of weights but matrices in a form of the device's own
+    kv_cache_dtype: str
+
+    @property
+    def matrix_formats(self) -> Collection[str]:
+        """Forms of its own that weight matrices may have; none: they are arrays of compute_dtype."""
 
     def allocate(self, shape: Sequence[int], dtype: str) -> Array:
         """Memory that lives as long as the array; what it holds is undefined."""
@@ -51,6 +92,12 @@ class Device(Protocol):
 
     def read(self, array: Array) -> NDArray[Any]:
         """An array's content in host memory, valid until the next call of `read` or `fill`."""
+
+    def load_matrix(self, source: Source, store: TensorStore) -> Operand:
+        """A weight matrix (or stack) made from the checkpoint, in the device's form."""
+
+    def matrix_bytes(self, source: Source, store: TensorStore) -> int:
+        """Memory that `load_matrix` will take, found without reading a tensor."""
 
     def make_inputs(self, shapes: Mapping[str, Sequence[int]]) -> StepInputs:
         """Memory for the inputs of steps."""

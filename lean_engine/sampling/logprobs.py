@@ -54,15 +54,21 @@ def row_logprobs(row: FloatArray, chosen_id: int, num_top: int) -> TokenLogprobs
         chosen_id: the token reported first.
         num_top: how many of the likeliest follow it; WHOLE_VOCABULARY, or more than there are, means all.
     """
-    top_ids = _top_ids(row, num_top)
+    chosen_rank = 1 + int(np.count_nonzero(row > row[chosen_id]))
+    return logprobs_entry(row, chosen_id, _log_sum_exp(row), chosen_rank, _top_ids(row, num_top))
+
+
+def logprobs_entry(
+    row: FloatArray, chosen_id: int, log_sum: float, chosen_rank: int, top_ids: npt.NDArray[np.integer]
+) -> TokenLogprobs:
+    """What is told of one row, by ln Σ e^logit, the chosen token's rank and the ids of the likeliest."""
     top_logits = row[top_ids]
     # In a descending list, the first place of an equal value is the number of greater ones.
     top_ranks = 1 + np.searchsorted(-top_logits, -top_logits, side="left")
-    chosen_rank = 1 + np.count_nonzero(row > row[chosen_id])
     logits = np.concatenate((row[chosen_id : chosen_id + 1], top_logits)).astype(np.float64)
     return TokenLogprobs(
         ids=np.concatenate(([chosen_id], top_ids)).astype(np.int32),
-        logprobs=(logits - _log_sum_exp(row)).astype(np.float32),
+        logprobs=(logits - log_sum).astype(np.float32),
         ranks=np.concatenate(([chosen_rank], top_ranks)).astype(np.int32),
     )
 

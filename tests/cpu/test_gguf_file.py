@@ -71,6 +71,20 @@ def test_tensor_is_dequantised_as_the_gguf_package_does(tmp_path: Path, kind: Ty
     assert np.array_equal(file.tensor("t"), expected)
 
 
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_1])
+def test_tensor_comes_as_it_is_stored_too(tmp_path: Path, kind: Type) -> None:
+    """Elements in their own type, or each row's blocks as bytes."""
+    file = GgufFile(write_gguf(tmp_path / "x.gguf", lambda w: add_tensor(w, "t", VALUES, kind)))
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    assert file.tensors["t"].stored_type == names.get(kind.name, kind.name.lower())
+    stored = file.stored_rows("t")
+    assert len(stored) == len(VALUES)
+    assert stored.tobytes() == gguf.quants.quantize(VALUES, kind).tobytes()
+    assert np.array_equal(file.stored_rows("t", index=4), stored[4])
+    if kind.name not in names:
+        assert np.array_equal(gguf.quants.dequantize(stored, kind), file.tensor("t"))
+
+
 def test_k_quant_is_dequantised_as_the_gguf_package_does(tmp_path: Path) -> None:
     raw = np.random.default_rng(1).integers(0, 120, (5, 144), dtype=np.uint8)  # blocks of Q4_K, 256 elements each
     path = write_gguf(tmp_path / "x.gguf", lambda w: w.add_tensor("t", raw, raw_dtype=Type.Q4_K))

@@ -168,6 +168,27 @@ def test_quantised_projection_is_put_back_in_order(tmp_path: Path) -> None:
     assert checkpoint.config["torch_dtype"] == "float16"
 
 
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "mixtral"])
+def test_rows_of_blocks_are_those_of_the_values(tmp_path: Path, family: str) -> None:
+    """Whole rows move where Q and K are put back in order, and experts are slices."""
+    checkpoint = GgufCheckpoint(Original(family).write(tmp_path / "x.gguf", Type.Q8_0))
+    matrices = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
+    assert len(matrices) > 10
+    for name in matrices:
+        assert checkpoint.stored_type(name) == "q8_0"
+        assert np.array_equal(gguf.quants.dequantize(checkpoint.stored(name), Type.Q8_0), checkpoint.tensor(name)), name
+    norm = "model.layers.0.input_layernorm.weight"
+    assert checkpoint.stored_type(norm) == "float32"
+    assert np.array_equal(checkpoint.stored(norm), checkpoint.tensor(norm))
+
+
+def test_shifted_norms_of_gemma_come_unshifted_in_either_way(tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(Original("gemma3").write(tmp_path / "x.gguf"))
+    norm = "model.norm.weight"
+    assert checkpoint.stored_type(norm) == "float32"
+    assert np.array_equal(checkpoint.stored(norm), checkpoint.tensor(norm))
+
+
 def test_gemma3_scales_the_rope_of_full_attention_layers_only(tmp_path: Path) -> None:
     config = GgufCheckpoint(Original("gemma3").write(tmp_path / "m.gguf")).config
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lean_engine.errors import LaunchError
 from lean_engine.runtime.cpu.device import KERNELS as CPU_KERNELS
+from lean_engine.runtime.cpu.native.device import KERNELS as NATIVE_KERNELS
 from lean_engine.runtime.kernels import KERNELS, SIGNATURES, Kernel, Param, parse
 
 Array = NDArray[Any]
@@ -38,7 +39,7 @@ def test_signature_is_parsed_into_parameters_and_scalars() -> None:
 
 
 def test_every_signature_parses_and_every_kernel_is_on_the_cpu() -> None:
-    assert set(SIGNATURES) == set(KERNELS) == set(CPU_KERNELS)
+    assert set(SIGNATURES) == set(KERNELS) == set(CPU_KERNELS) == set(NATIVE_KERNELS)
     for name, kernel in KERNELS.items():
         assert kernel.inputs, name
         assert kernel.outputs, name
@@ -139,3 +140,39 @@ def test_products_are_checked_once_their_letters_are_known() -> None:
     check("write_kv", [f(3, 16), f(3, 16), i(3), cache, cache], [cache, cache])
     with pytest.raises(LaunchError, match=r"write_kv: k has K\*D = 15, must be 16"):
         check("write_kv", [f(3, 15), f(3, 16), i(3), cache, cache], [cache, cache])
+
+
+class Packed:
+    """A matrix in a form of a device's own."""
+
+    def __init__(self, format: str, *shape: int) -> None:
+        self.format, self.shape, self.nbytes = format, shape, 0
+
+
+def check_gemm(weight: Any, formats: tuple[str, ...]) -> dict[str, Any]:
+    inputs = [f(3, 8), weight]
+    return KERNELS["gemm"].check(inputs, [f(3, 5)], {}, "float32", matrix_formats=formats)
+
+
+def test_a_matrix_is_checked_by_its_format_and_its_shape() -> None:
+    assert check_gemm(Packed("q4_1", 5, 8), ("int8", "q4_1")) == {}
+    assert check_gemm(f(5, 8), ("int8", "q4_1")) == {}
+    with pytest.raises(LaunchError, match="gemm: weight is in q4_1, must be int8 or q8_0"):
+        check_gemm(Packed("q4_1", 5, 8), ("int8", "q8_0"))
+    with pytest.raises(LaunchError, match="gemm: weight is in q4_1, must be a plain array"):
+        check_gemm(Packed("q4_1", 5, 8), ())
+    with pytest.raises(LaunchError, match="gemm: weight has C = 7, elsewhere C is 8"):
+        check_gemm(Packed("q4_1", 5, 7), ("q4_1",))
+    with pytest.raises(LaunchError, match="rms_norm: weight is a matrix in int8, must be an array"):
+        KERNELS["rms_norm"].check(
+            [f(3, 8), Packed("int8", 8)], [f(3, 8)], {"eps": 1e-6, "unit_offset": False}, "float32"
+        )
+
+
+def test_keys_and_values_have_a_type_of_their_own() -> None:
+    cache = np.zeros((5, 2, 4, 8), np.float16)
+    inputs = [f(3, 32), cache, cache, i(2, 6), i(3), i(2)]
+    scalars = {"head_dim": 8, "scale": 0.5, "window": None, "softcap": None}
+    assert KERNELS["paged_attention"].check(inputs, [f(3, 32)], scalars, "float32", "float16")["head_dim"] == 8
+    with pytest.raises(LaunchError, match="paged_attention: k_cache is float16, must be float32"):
+        KERNELS["paged_attention"].check(inputs, [f(3, 32)], scalars, "float32")

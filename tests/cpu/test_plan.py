@@ -194,6 +194,18 @@ def test_dtype_sets_the_size_of_weights_and_kv(capsys: Capture) -> None:
     assert (half["kv_bytes_per_token"], half["dtype"]) == (2 * 96, "bfloat16")
 
 
+def test_int8_and_the_type_of_the_kv_cache_are_counted(capsys: Capture) -> None:
+    arguments = ("llama-3.2-1b", "--gpu-memory", "8GiB")
+    plain, small = figures(capsys, *arguments), figures(capsys, *arguments, "--quantization", "int8")
+    assert (plain["quantization"], small["quantization"]) == (None, "int8")
+    assert 0.5 < small["weights_bytes"] / plain["weights_bytes"] < 0.51  # and a scale per output channel
+    assert small["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+    wide = figures(capsys, *arguments, "--kv-cache-dtype", "float32")
+    assert wide["kv_cache_dtype"] == "float32"
+    assert wide["kv_bytes_per_token"] == 2 * plain["kv_bytes_per_token"]
+    assert " as int8" in plan(capsys, *arguments, "--quantization", "int8")
+
+
 def test_without_a_size_the_machine_s_free_memory_is_planned(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("lean_engine.cli.plan.available_memory_bytes", lambda: 2**30)
     assert figures(capsys, TINY)["device_bytes"] == 2**30

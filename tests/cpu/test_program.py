@@ -1,4 +1,4 @@
-"""Program on the CPU device: the goldens of transformers, in one shot, in chunks, in batches, over poisoned memory."""
+"""Program on the CPU devices: the goldens of transformers, in one shot, in chunks, in batches, over poisoned memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meaning import RandomTensors, Step, assert_close, run_exact, step_values
+from native_running import cpu_device
 from numpy.typing import NDArray
 from random_graphs import graphs
 
@@ -20,25 +21,26 @@ from lean_engine.checkpoint import open_checkpoint
 from lean_engine.errors import LaunchError
 from lean_engine.ir.graph import Graph
 from lean_engine.runtime import program as program_module
-from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.device import LaunchArgs, Replay
 from lean_engine.runtime.program import Program
 from lean_engine.runtime.weights import load_weights
 
 Array = NDArray[Any]
+AnyDevice = Any  # CpuDevice or NativeCpuDevice
+KERNELS = ("numpy", "native")
 ALL_NAMES = [*tiny.NAMES, *tiny.EXTRA_NAMES]
 TOLERANCE = 2e-4  # of the largest logit
 MAX_BLOCKS = 12  # per request
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[CpuDevice]:
-    device = CpuDevice(2)
+@pytest.fixture(scope="module", params=KERNELS)
+def device(request: pytest.FixtureRequest) -> Iterator[AnyDevice]:
+    device = cpu_device(request.param)
     yield device
     device.close()
 
 
-def load(device: CpuDevice, name: str, block_size: int = 4, config_file: str = "config.json") -> Program:
+def load(device: AnyDevice, name: str, block_size: int = 4, config_file: str = "config.json") -> Program:
     """A tiny model for up to 80 tokens of 4 requests, its arena and caches full of NaN."""
     config = models.configure(tiny.raw_config(name, config_file))
     lowered = passes.lower(passes.optimize(models.build(config, "float32", tiny.MAX_POSITIONS)))
@@ -94,7 +96,7 @@ def golden(name: str, sequence: str) -> tuple[list[int], Array]:
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_one_shot_and_chunks_give_the_logits_of_transformers(device: CpuDevice, name: str) -> None:
+def test_one_shot_and_chunks_give_the_logits_of_transformers(device: AnyDevice, name: str) -> None:
     ids, wanted = golden(name, "a")
     for block_size in (4, 16):
         program = load(device, name, block_size)
@@ -106,7 +108,7 @@ def test_one_shot_and_chunks_give_the_logits_of_transformers(device: CpuDevice, 
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_requests_of_different_lengths_in_one_batch(device: CpuDevice, name: str) -> None:
+def test_requests_of_different_lengths_in_one_batch(device: AnyDevice, name: str) -> None:
     sequences = {1: golden(name, "b0"), 0: golden(name, "b1"), 3: golden(name, "b2"), 2: golden(name, "a")}
     runner = Runner(load(device, name))
     whole = runner.step([(request, ids) for request, (ids, _) in sequences.items()])
@@ -114,7 +116,7 @@ def test_requests_of_different_lengths_in_one_batch(device: CpuDevice, name: str
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_prompts_chunks_and_decodes_share_steps(device: CpuDevice, name: str) -> None:
+def test_prompts_chunks_and_decodes_share_steps(device: AnyDevice, name: str) -> None:
     """Requests begin at different steps and advance by different numbers of tokens; sometimes one sits a step out."""
     sequences = [golden(name, key) for key in ("a", "b0", "b1", "b2")]
     strides = [(9, 1, 4), (1,), (0, 13, 1), (0, 0, 5, 1, 1)]
@@ -136,15 +138,16 @@ def test_prompts_chunks_and_decodes_share_steps(device: CpuDevice, name: str) ->
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
-def test_the_spelling_of_transformers_4_gives_the_same_logits(device: CpuDevice, name: str) -> None:
+def test_the_spelling_of_transformers_4_gives_the_same_logits(device: AnyDevice, name: str) -> None:
     ids, wanted = golden(name, "b1")
     assert_close(Runner(load(device, name, config_file="config.v4.json")).step([(0, ids)]), wanted, TOLERANCE)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "llama-bias-linear"])
-def test_other_numbers_of_threads_give_the_same_logits(name: str, num_threads: int) -> None:
-    device = CpuDevice(num_threads)
+def test_other_numbers_of_threads_give_the_same_logits(name: str, num_threads: int, kernels: str) -> None:
+    device = cpu_device(kernels, num_threads)
     sequences = [golden(name, key) for key in ("a", "b0", "b1", "b2")]
     runner = Runner(load(device, name))
     found = runner.step([(request, ids) for request, (ids, _) in enumerate(sequences)])
@@ -153,7 +156,7 @@ def test_other_numbers_of_threads_give_the_same_logits(name: str, num_threads: i
 
 
 @pytest.mark.parametrize("name", ["llama3-rope", "gemma2", "mixtral"])
-def test_plain_program_gives_the_same_logits_without_any_fusion(device: CpuDevice, name: str) -> None:
+def test_plain_program_gives_the_same_logits_without_any_fusion(device: AnyDevice, name: str) -> None:
     lowered = passes.lower(tiny.plain(name))
     weights = load_weights(lowered.parameters, open_checkpoint(str(tiny.directory(name))), device)
     dims = {"T": 80, "B": 4, "R": 80, "M": MAX_BLOCKS, "N": 4 * MAX_BLOCKS + 1, "S": 4}
@@ -166,21 +169,21 @@ def test_plain_program_gives_the_same_logits_without_any_fusion(device: CpuDevic
 # ---- rows
 
 
-def test_only_the_rows_asked_for_come_back_in_the_order_asked(device: CpuDevice) -> None:
+def test_only_the_rows_asked_for_come_back_in_the_order_asked(device: AnyDevice) -> None:
     ids, wanted = golden("qwen2", "a")
     found = Runner(load(device, "qwen2")).step([(0, ids)], rows=[36, 0, 36, 5])
     assert_close(found, wanted[[36, 0, 36, 5]], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_a_step_that_samples_nothing_fills_the_caches_all_the_same(device: CpuDevice, name: str) -> None:
+def test_a_step_that_samples_nothing_fills_the_caches_all_the_same(device: AnyDevice, name: str) -> None:
     ids, wanted = golden(name, "a")
     runner = Runner(load(device, name))
     assert runner.step([(0, ids[:20])], rows=[]).shape == (0, wanted.shape[1])
     assert_close(runner.step([(0, ids[20:])]), wanted[20:], TOLERANCE)
 
 
-def test_no_slot_but_those_of_the_step_is_written(device: CpuDevice) -> None:
+def test_no_slot_but_those_of_the_step_is_written(device: AnyDevice) -> None:
     program = load(device, "gemma3")
     runner = Runner(program)
     runner.step([(0, golden("gemma3", "b1")[0]), (1, golden("gemma3", "b0")[0])])
@@ -190,7 +193,7 @@ def test_no_slot_but_those_of_the_step_is_written(device: CpuDevice) -> None:
         assert not written[0].any()
 
 
-def test_inputs_of_a_larger_step_before_do_not_leak_into_a_smaller_one(device: CpuDevice) -> None:
+def test_inputs_of_a_larger_step_before_do_not_leak_into_a_smaller_one(device: AnyDevice) -> None:
     program = load(device, "mistral-swa")
     ids, wanted = golden("mistral-swa", "b0")
     runner = Runner(program)
@@ -202,7 +205,7 @@ def test_inputs_of_a_larger_step_before_do_not_leak_into_a_smaller_one(device: C
 
 
 def test_captures_are_kept_by_size_and_the_oldest_goes_first(
-    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+    device: AnyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program_module, "MAX_CAPTURES", 2)
     program = load(device, "qwen2")
@@ -220,7 +223,7 @@ def test_captures_are_kept_by_size_and_the_oldest_goes_first(
     assert len(captured) == 4
 
 
-def test_a_step_allocates_nothing_of_the_size_of_an_activation(device: CpuDevice) -> None:
+def test_a_step_allocates_nothing_of_the_size_of_an_activation(device: AnyDevice) -> None:
     """A decode step of 4 requests: Python's objects, attention's schedule, and no growth from step to step."""
     program = load(device, "qwen3")
     runner = Runner(program)
@@ -243,7 +246,7 @@ def test_a_step_allocates_nothing_of_the_size_of_an_activation(device: CpuDevice
     assert after - before < 1024
 
 
-def test_a_prefill_step_allocates_far_less_than_its_activations(device: CpuDevice) -> None:
+def test_a_prefill_step_allocates_far_less_than_its_activations(device: AnyDevice) -> None:
     program = load(device, "llama-gqa-untied")
     runner = Runner(program)
     runner.step([(0, golden("llama-gqa-untied", "a")[0])], rows=[0])
@@ -255,14 +258,14 @@ def test_a_prefill_step_allocates_far_less_than_its_activations(device: CpuDevic
     assert peak - before < 37 * 256 * 4  # the gate and up of one layer
 
 
-def test_arena_is_what_the_plan_says_and_no_activation_lies_outside(device: CpuDevice) -> None:
+def test_arena_is_what_the_plan_says_and_no_activation_lies_outside(device: AnyDevice) -> None:
     program = load(device, "phi3")
     assert program.arena.nbytes == program.plan.arena_bytes
     logits = Runner(program).program.run(3, 1, 3)["logits"]
     assert np.shares_memory(logits, program.arena)
 
 
-def test_weights_of_a_wrong_type_are_refused_before_anything_runs(device: CpuDevice) -> None:
+def test_weights_of_a_wrong_type_are_refused_before_anything_runs(device: AnyDevice) -> None:
     lowered = passes.lower(tiny.optimized("qwen2"))
     weights = load_weights(lowered.parameters, open_checkpoint(str(tiny.directory("qwen2"))), device)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float64)
@@ -276,11 +279,14 @@ def test_weights_of_a_wrong_type_are_refused_before_anything_runs(device: CpuDev
 STEPS = (Step(num_padded=0), Step(((3, 1),), num_padded=0), Step(((0, 66), (5, 1), (2, 9)), num_padded=0))
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.booleans(), st.integers(1, 3), st.sampled_from(STEPS))
-def test_random_program_computes_what_the_oracle_says(graph: Graph, fused: bool, num_threads: int, step: Step) -> None:
+def test_random_program_computes_what_the_oracle_says(
+    kernels: str, graph: Graph, fused: bool, num_threads: int, step: Step
+) -> None:
     """Finds a plan or a kernel that writes over what is still needed."""
-    device = CpuDevice(num_threads)
+    device = cpu_device(kernels, num_threads)
     lowered = passes.lower(passes.optimize(graph) if fused else graph)
     values = step_values(graph, step, seed=4)
     program = Program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from lean_engine.checkpoint import open_checkpoint
 from lean_engine.config import RopeConfig
 from lean_engine.ir.graph import Parameter, TensorType, Value
 from lean_engine.ir.sources import Concat, RopeTable, Rows, Source, Stack, Tensor
+from lean_engine.runtime import weights as weights_module
 from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.rope import rope_table
 from lean_engine.runtime.weights import copy_converted, expected_shapes, load_weights, write_source
@@ -89,7 +91,24 @@ def test_each_parameter_is_filled_and_counted() -> None:
     weights = load_weights(parameters, Store(**STORE), CpuDevice(1), sizes.append)
     assert np.array_equal(weights["p"], np.concatenate([A, B]))
     assert np.array_equal(weights["q"], B)
-    assert sizes == [6 * 3 * 4, 2 * 3 * 4]
+    assert sizes == [4 * 3 * 4, 2 * 3 * 4, 2 * 3 * 4]
+
+
+def test_large_tensors_are_written_and_counted_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "CHUNK_BYTES", 3 * 3 * 4)
+    source = Stack((ones("a", 4, 3), ones("a", 4, 3)))
+    filled: list[tuple[int, ...]] = []
+
+    class Staging(CpuDevice):
+        def fill(self, array: Array, write: Callable[[Array], None]) -> None:
+            filled.append(array.shape)
+            super().fill(array, write)
+
+    sizes: list[int] = []
+    weights = load_weights([parameter("p", source)], Store(**STORE), Staging(1), sizes.append)
+    assert np.array_equal(weights["p"], np.stack([A, A]))
+    assert filled == [(3, 3), (1, 3)] * 2
+    assert sizes == [36, 12] * 2
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)

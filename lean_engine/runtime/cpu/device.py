@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from lean_engine.dtypes import numpy_dtype
-from lean_engine.errors import OutOfMemory
 from lean_engine.ir.graph import Dims
-from lean_engine.memory.budget import available_memory_bytes, total_memory_bytes
+from lean_engine.ir.sources import Source
 from lean_engine.passes import Launch
-from lean_engine.passes.plan_memory import ALIGNMENT, align
+from lean_engine.passes.plan_memory import align
 from lean_engine.runtime.cpu import attention, blas, gemm, moe, rope_cache, rows
 from lean_engine.runtime.cpu.faster import Faster
+from lean_engine.runtime.cpu.host_memory import HostMemory, usable_cpus
 from lean_engine.runtime.cpu.scope import Call, Scope, in_turn
 from lean_engine.runtime.cpu.team import Team, split
-from lean_engine.runtime.device import Array, LaunchArgs, Replay, StepInputs
+from lean_engine.runtime.device import Array, LaunchArgs, Operand, Replay, TensorStore
+from lean_engine.runtime.weights import array_bytes, load_array
 
 Shape = tuple[int, ...]
 Capture = Callable[[Scope, LaunchArgs, Sequence[Array]], list[Call]]
@@ -81,12 +80,7 @@ def rows_of(args: LaunchArgs, part: slice, row_inputs: tuple[int, ...]) -> Launc
     return replace(args, inputs=inputs, outputs=outputs)
 
 
-def usable_cpus() -> int:
-    """CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class CpuDevice:
+class CpuDevice(HostMemory):
     """See runtime.device.Device.
 
     Args:
@@ -95,7 +89,8 @@ class CpuDevice:
     """
 
     name = "cpu"
-    compute_dtype = "float32"
+    compute_dtype = kv_cache_dtype = "float32"
+    matrix_formats = ()
 
     def __init__(self, threads: int | None = None) -> None:
         self.num_threads = threads or usable_cpus()
@@ -104,40 +99,11 @@ class CpuDevice:
         self._release_blas = weakref.finalize(self, blas.release)  # closed or dropped, once
         self._constants: dict[Hashable, Any] = {}
 
-    def allocate(self, shape: Sequence[int], dtype: str) -> Array:
-        """Zeroed memory that begins at a cache line; pages are taken when they are first written.
+    def load_matrix(self, source: Source, store: TensorStore) -> Operand:
+        return load_array(source, store, self, self.compute_dtype)
 
-        Raises:
-            OutOfMemory: with the numbers of bytes asked for and free.
-        """
-        element = numpy_dtype(dtype)
-        num_bytes = math.prod(shape) * element.itemsize
-        try:
-            raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-        except (MemoryError, ValueError):  # ValueError: more than an array can have
-            free = self.memory_bytes()
-            raise OutOfMemory(f"cannot allocate {num_bytes:,} bytes; {free:,} bytes of memory are free") from None
-        start = -raw.ctypes.data % ALIGNMENT
-        return raw[start : start + num_bytes].view(element).reshape(tuple(shape))
-
-    def fill(self, array: Array, write: Callable[[Array], None]) -> None:
-        write(array)
-
-    def read(self, array: Array) -> Array:
-        return array
-
-    def make_inputs(self, shapes: Mapping[str, Sequence[int]]) -> StepInputs:
-        arrays = {name: self.allocate(shape, "int32") for name, shape in shapes.items()}
-        return StepInputs(arrays, arrays, lambda: None)
-
-    def padded(self, num_tokens: int, num_requests: int, num_rows: int, limits: Dims) -> tuple[int, int, int]:
-        return num_tokens, num_requests, num_rows
-
-    def memory_bytes(self) -> int:
-        return available_memory_bytes()
-
-    def total_memory_bytes(self) -> int:
-        return total_memory_bytes()
+    def matrix_bytes(self, source: Source, store: TensorStore) -> int:
+        return array_bytes(source, self.compute_dtype)
 
     def workspace_bytes(self, launch: Launch, dims: Dims) -> int:
         shapes = [v.type.concrete_shape(dims) for v in launch.inputs]

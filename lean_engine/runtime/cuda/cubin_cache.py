@@ -16,7 +16,7 @@ from pathlib import Path
 from lean_engine.errors import ConfigError
 from lean_engine.runtime.cuda.nvrtc import OPTIONS, Cubin, Nvrtc, Resources
 from lean_engine.runtime.cuda.sources import KernelSource
-from lean_engine.runtime.cuda.whole_file import locked, read_whole, write_whole
+from lean_engine.runtime.whole_file import locked, read_whole, write_whole
 
 FORMAT = 1  # of the files; another number, another key
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from lean_engine.errors import ConfigError
 from lean_engine.runtime.cuda.instances import Instance, KernelCall
-from lean_engine.runtime.cuda.sources import PACKAGE, cuda_source_directory
+from lean_engine.runtime.cuda.sources import cuda_source_directory
+from lean_engine.runtime.source_files import PACKAGE
 
 
 def load_emulator() -> ModuleType:

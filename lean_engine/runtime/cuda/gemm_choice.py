@@ -24,7 +24,7 @@ from lean_engine.runtime.cuda import gemm_kernels
 from lean_engine.runtime.cuda.cublaslt import Algorithm, CublasLt
 from lean_engine.runtime.cuda.gemm_kernels import Problem, Way, skinny_ways
 from lean_engine.runtime.cuda.sources import kernel_source
-from lean_engine.runtime.cuda.whole_file import locked, read_whole, write_whole
+from lean_engine.runtime.whole_file import locked, read_whole, write_whole
 
 FORMAT = 1  # of the files; another number, another file
 ROUNDS = 3  # each candidate's time is the shortest of so many

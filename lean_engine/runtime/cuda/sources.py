@@ -10,18 +10,14 @@ from functools import cache
 from pathlib import Path
 
 from lean_engine.errors import ConfigError
+from lean_engine.runtime.source_files import source_directory
 
-PACKAGE = Path(__file__).resolve().parents[2]
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def cuda_source_directory() -> Path:
     """The directory that holds common.cuh and the kernels' .cu files; ConfigError if the installation lacks it."""
-    candidates = (PACKAGE / "_cuda", PACKAGE.parent / "cuda")
-    for directory in candidates:
-        if (directory / "common.cuh").is_file():
-            return directory
-    raise ConfigError(f"the CUDA sources are in neither {candidates[0]} nor {candidates[1]}; install lean-engine again")
+    return source_directory("cuda", "common.cuh")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+// Products of rows of x with a range of panels, for kernels that bring their own tasks (gemm.c, the experts).
+
+#ifndef LEAN_GEMM_H
+#define LEAN_GEMM_H
+
+#include "matrix.h"
+
+#define DEPTH_BLOCK 128  // k summed in one chain; the chains' results are added in order, for any number of rows
+
+enum { EXACT, BF16, INTEGER };  // how x enters a product: float32, rounded to bfloat16, as int8 with a scale per 32
+
+// Matrices below each other, each in a format of its own: one begins at output `first` of all.
+typedef struct {
+    matrix w;
+    int64_t first;
+} gemm_part;
+
+// Row r of x is base + (index ? index[r] : r) * stride, `depth` floats.
+typedef struct {
+    const float *base;
+    int64_t stride;
+    const int32_t *index;
+    int64_t count;
+} rows_in;
+
+// Row r of out is base + r * stride; output o of the matrix is its element o.
+typedef struct {
+    float *base;
+    int64_t stride;
+    const float *bias;  // [num_outputs] or NULL
+} rows_out;
+
+INLINE const float *row_of(const rows_in *x, int64_t r) { return x->base + (x->index ? x->index[r] : r) * x->stride; }
+
+INLINE rows_in rows_from(const rows_in *x, int64_t start, int64_t count) {
+    rows_in part = *x;
+    if (x->index) part.index += start;
+    else part.base += start * x->stride;
+    part.count = count;
+    return part;
+}
+
+// out[:, panels] = x . W[panels]^T + bias, for any number of rows. Writes columns of the panels that the matrix has,
+// and nothing else. Exact sums have the same order whatever the number of rows. Mode BF16 rounds x where that is faster
+// and it fits the stack: more than 4 rows of at most 1024; all else is exact.
+void multiply(const matrix *w, int64_t first_panel, int64_t count, const rows_in *x, const rows_out *out, int64_t mode);
+
+// The exact ones: a row of a product is the same by either.
+void multiply_few(const matrix *w, int64_t first_panel, int64_t count, const rows_in *x, const rows_out *out);
+void multiply_many(const matrix *w, int64_t first_panel, int64_t count, const rows_in *x, const rows_out *out);
+
+// The same product of x as round_rows or quantise_rows has left it, from a row on that is a multiple of 16;
+// multiply_int8 takes quantised weights only. Where has_... says 0 the build or the machine lacks the instructions; 2
+// are AMX tiles.
+int has_bf16(void);
+int has_int8(void);
+// Up to 16 rows as round_rows leaves them.
+void round_block(const rows_in *x, int64_t depth, bf16 *out);
+
+void multiply_bf16(const matrix *w, int64_t first_panel, int64_t count, const bf16 *x, int64_t rows,
+        const rows_out *out);
+void multiply_int8(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
+        const rows_out *out);
+
+// Weights of a panel as a float32 tile: units [first_unit, first_unit + count), [32 * count][16].
+void expand_panel(const matrix *w, int64_t index, int64_t first_unit, int64_t count, float *tile);
+
+// Sums of one row and panel, scaled, with bias, to their place.
+INLINE void finish(const matrix *w, int64_t index, const float *sums, const rows_out *out, int64_t row) {
+    const int64_t first = index * PANEL;
+    const int64_t count = w->num_outputs - first < PANEL ? w->num_outputs - first : PANEL;
+    float *place = out->base + row * out->stride + first;
+    float partial[PANEL] = {0};
+    const float *bias = partial;
+    if (out->bias && count == PANEL) bias = out->bias + first;
+    else if (out->bias) memcpy(partial, out->bias + first, count * sizeof(float));
+    vecf values[VECS];
+    for (int v = 0; v < VECS; v++) {
+        vecf scale = w->scales ? vload(w->scales + first + WIDTH * v) : vbroadcast(1.0f);
+        values[v] = vload(sums + WIDTH * v) * scale + vload(bias + WIDTH * v);
+    }
+    if (count == PANEL) {
+        for (int v = 0; v < VECS; v++) vstore(place + WIDTH * v, values[v]);
+    } else {
+        memcpy(partial, values, sizeof partial);
+        memcpy(place, partial, count * sizeof(float));
+    }
+}
+
+#endif

@@ -1,0 +1,132 @@
+"""paged_attention by cpu/attention.c: a step's plan, once for all layers of a geometry, and their launches."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lean_engine.errors import LaunchError
+from lean_engine.runtime.cpu.native.launches import NativeKernel, NativeLaunch, Pointer, Scope, Shape, address
+from lean_engine.runtime.cpu.native.rope_cache import cache_type
+from lean_engine.runtime.device import Array, LaunchArgs
+
+# As in cpu/attention.c.
+STRETCH = 256  # keys
+MIN_TILE = 24  # rows of a full tile at least
+FEW_TILES = 32
+FEW_ROWS = 192
+MAX_HEAD_DIM = 256
+ITEM_FIELDS = 8  # int32 each
+
+LOG2_E = math.log2(math.e)
+Int, Float = ctypes.c_int64, ctypes.c_float
+
+
+class PlanAttentionArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("cu_seqlens_q", "seq_lens", "counts", "items", "merges")),
+        *((name, Int) for name in ("num_tokens", "num_requests", "num_kv_heads", "group", "head_dim", "window")),
+    )
+
+
+class PagedAttentionArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "seq_lens")),
+        *((name, Pointer) for name in ("counts", "items", "merges", "partials", "out")),
+        *((name, Int) for name in ("num_kv_heads", "group", "head_dim", "block_size", "max_blocks", "window")),
+        ("cache_type", Int),
+        *((name, Float) for name in ("scale", "cap")),
+    )
+
+
+ARGUMENTS: tuple[type[ctypes.Structure], ...] = (PlanAttentionArgs, PagedAttentionArgs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What a step's attention is cut into: written by plan_attention, read by the launches of each layer."""
+
+    counts: Array  # [2]: items, merges
+    items: Array  # [max, ITEM_FIELDS]
+    merges: Array  # [FEW_TILES, ITEM_FIELDS]
+    addresses: tuple[int, int, int]
+
+
+def plan(
+    scope: Scope, cu_seqlens: Array, seq_lens: Array, sizes: tuple[int, int, int, int, int], max_length: int
+) -> Plan:
+    """sizes: T, K, query heads per KV head, D, window (0 = all)."""
+
+    def make() -> tuple[Plan, list[NativeLaunch]]:
+        num_tokens, num_kv_heads, group, head_dim, window = sizes
+        num_requests = len(seq_lens)
+        whole = num_kv_heads * (num_tokens * group // MIN_TILE + num_requests)
+        max_items = max(whole, FEW_TILES * num_stretches(max_length)) + num_requests + 1  # and those of padding
+        counts = np.zeros(2, np.int64)
+        items = np.zeros((max_items, ITEM_FIELDS), np.int32)
+        merges = np.zeros((FEW_TILES, ITEM_FIELDS), np.int32)
+        addresses = address(counts), address(items), address(merges)
+        fields = PlanAttentionArgs(
+            *(address(cu_seqlens), address(seq_lens), *addresses),
+            *(num_tokens, num_requests, num_kv_heads, group, head_dim, window),
+        )
+        made = Plan(counts, items, merges, addresses)
+        return made, [NativeLaunch("plan_attention", fields, 1, keeps=(made,))]
+
+    return scope.once_per_step(("plan_attention", address(seq_lens), len(seq_lens), sizes), make)
+
+
+def num_stretches(max_length: int) -> int:
+    """Stretches that a context of max_length keys spans at most."""
+    return -(-max_length // STRETCH)
+
+
+def partial_floats(head_dim: int, max_length: int) -> int:
+    """Elements of the partial results of few rows, one per row and stretch: maximum, sum, weighted values."""
+    return FEW_ROWS * num_stretches(max_length) * (head_dim + 2)
+
+
+def paged_attention_workspace(shapes: Sequence[Shape], scalars: Mapping[str, Any], num_threads: int) -> int:
+    _, _, block_size, head_dim = shapes[1]
+    return 4 * partial_floats(head_dim, shapes[3][1] * block_size)
+
+
+def paged_attention(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
+    """Two launches: the plan's items, and, where few rows have long contexts, the merge of their parts.
+
+    Raises:
+        LaunchError: heads are larger than the kernel's scratch.
+    """
+    q, k_cache, _, tables, cu_seqlens, seq_lens = args.inputs
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    if head_dim > MAX_HEAD_DIM:
+        raise LaunchError(f"paged_attention: head_dim is {head_dim}, must be at most {MAX_HEAD_DIM}")
+    num_tokens, columns = q.shape
+    max_blocks = tables.shape[1]
+    group = columns // head_dim // num_kv_heads
+    window = int(args.scalars["window"] or 0)
+    sizes = num_tokens, num_kv_heads, group, head_dim, window
+    made = plan(scope, cu_seqlens, seq_lens, sizes, max_blocks * block_size)
+    fields = PagedAttentionArgs(
+        *map(address, args.inputs),
+        *(*made.addresses, address(args.workspace), address(args.outputs[0])),
+        *(num_kv_heads, group, head_dim, block_size, max_blocks, window, cache_type(k_cache)),
+        *powers_of_two(float(args.scalars["scale"]), args.scalars["softcap"]),
+    )
+    return [
+        NativeLaunch("paged_attention", fields, 0, "count_attention", (made,)),
+        NativeLaunch("merge_attention", fields, 0, "count_attention_merges", (made,)),
+    ]
+
+
+def powers_of_two(scale: float, softcap: float | None) -> tuple[float, float]:
+    """The kernel's scale and cap: it takes powers of 2 where softmax has powers of e, and divides by no cap."""
+    return (scale * LOG2_E, 0.0) if softcap is None else (scale / float(softcap), float(softcap) * LOG2_E)
+
+
+KERNELS = {"paged_attention": NativeKernel(paged_attention, paged_attention_workspace)}

@@ -1,0 +1,168 @@
+"""gemm and embedding over packed matrices: how a product is cut into tasks (cpu/gemm.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lean_engine.runtime.cpu.native.launches import NativeKernel, NativeLaunch, Pointer, Scope, Shape, address
+from lean_engine.runtime.cpu.native.library import Library
+from lean_engine.runtime.cpu.native.matrices import EmbeddingArgs, GemmPart, Matrix, PackArgs
+from lean_engine.runtime.device import LaunchArgs
+
+Int = ctypes.c_int64
+
+EXACT, BF16, INTEGER = range(3)  # of cpu/gemm.h
+UNIT = 32  # elements of a row that are rounded or scaled together
+BLOCK = 16  # rows of a tile
+X_UNIT_BYTES = 48  # struct x_unit of cpu/gemm_int8.c
+MAX_INT8_ROWS = 8  # more are faster in tiles
+MAX_EXACT_ROWS = 4  # fewer of quantised weights are faster exactly than with weights rounded
+BLOCK_ROWS = (64, 256, 64)  # rows at most that share expanded weights, by mode
+MAX_SHORT_BYTES = 1 << 20  # of x in bfloat16: it stays in the second-level cache while weights pass
+GROUP = 4  # panels that are multiplied together
+TASKS_PER_THREAD = 8  # where a task is then worth
+MIN_TASK_US, MAX_TASK_US = 8.0, 100.0
+BYTES_PER_US = 20e3  # what one core reads
+FLOPS_PER_US = (1e5, 8e5, 2e5)  # and computes, by mode
+EMBEDDING_ELEMENTS = 1 << 14  # of a task
+SHORT_ELEMENTS = 1 << 14
+
+
+class GemmArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("parts", "x", "short_x", "bias", "out")),
+        *((name, Int) for name in ("num_parts", "num_rows", "x_stride", "short_stride", "out_stride", "mode")),
+        *((name, Int) for name in ("rows_per_task", "panels_per_task")),
+    )
+
+
+class RoundRowsArgs(ctypes.Structure):
+    _fields_ = (("x", Pointer), ("out", Pointer), *((name, Int) for name in ("num_rows", "depth", "stride")))
+
+
+class QuantiseRowsArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "out")),
+        *((name, Int) for name in ("num_rows", "depth", "stride", "rows_per_task")),
+    )
+
+
+ARGUMENTS: tuple[type[ctypes.Structure], ...] = (
+    *(GemmPart, PackArgs, EmbeddingArgs, GemmArgs, RoundRowsArgs, QuantiseRowsArgs),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """What the processor has instructions for besides exact products."""
+
+    has_bf16: bool
+    has_tiles: bool  # AMX
+    has_int8: bool
+
+    @classmethod
+    def of(cls, library: Library) -> Modes:
+        has_mode = library.function("has_mode", Int, Int)
+        return cls(has_mode(BF16) > 0, has_mode(BF16) > 1, has_mode(INTEGER) > 0)
+
+    def choose(self, weight: Matrix, rows: int) -> int:
+        """The mode of a product.
+
+        Few rows of quantised weights are faster as int8, or exactly, than with weights rounded to bfloat16; many rows
+        are fastest in tiles.
+        """
+        if weight.products == "float32" or (weight.products == "int8" and not weight.is_quantised):
+            return EXACT
+        if weight.products == "int8" and self.has_int8 and not (self.has_tiles and rows > MAX_INT8_ROWS):
+            return INTEGER
+        if not self.has_bf16:
+            return EXACT
+        return BF16 if weight.format == "bfloat16" or rows > MAX_EXACT_ROWS else EXACT
+
+
+def gemm(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
+    """out = x·weightᵀ (+ bias): x [T, C], weight a matrix [O, C], bias [O], out [T, O], all float32."""
+    x, weight, *bias = args.inputs
+    (out,) = args.outputs
+    modes = scope.constant("gemm modes", lambda: Modes.of(scope.library))
+    place = address(bias[0]) if bias else 0
+    return launches(modes, scope.num_threads, weight, address(x), x.shape, place, address(out), address(args.workspace))
+
+
+def launches(
+    modes: Modes, num_threads: int, weight: Matrix, x: int, shape: tuple[int, int], bias: int, out: int, workspace: int
+) -> list[NativeLaunch]:
+    """The product of x, with rows of shape[1], and a matrix, by addresses; out's rows are weight.shape[0].
+
+    Args:
+        workspace: of workspace_bytes(…), aligned to a cache line.
+    """
+    rows, depth = shape
+    mode = modes.choose(weight, rows)
+    row_block, panels = cut(mode, rows, depth, weight.num_panels, weight.nbytes, num_threads)
+    tasks = -(-rows // row_block) * sum(-(-part.panels.shape[1] // panels) for part in weight.parts)
+    units = -(-depth // UNIT)
+    short_stride = BLOCK * units * (X_UNIT_BYTES if mode == INTEGER else 2 * UNIT)
+    fields = GemmArgs(
+        *(
+            weight.c_address,
+            x,
+            workspace,
+            bias,
+            out,
+            len(weight.parts),
+            rows,
+            depth,
+            short_stride,
+            weight.shape[0],
+            mode,
+        ),
+        *(row_block, panels),
+    )
+    product = NativeLaunch("gemm", fields, tasks, keeps=(weight,))
+    if mode == BF16:
+        return [NativeLaunch("round_rows", RoundRowsArgs(x, workspace, rows, depth, depth), -(-rows // BLOCK)), product]
+    if mode == INTEGER:
+        per_task = max(1, SHORT_ELEMENTS // depth)
+        fields_of_x = QuantiseRowsArgs(x, workspace, rows, depth, depth, per_task)
+        return [NativeLaunch("quantise_rows", fields_of_x, -(-rows // per_task)), product]
+    return [product]
+
+
+def cut(mode: int, rows: int, depth: int, num_panels: int, num_bytes: int, num_threads: int) -> tuple[int, int]:
+    """Rows and panels of a task: rows in equal blocks, panels so that all threads have some tasks, but no tiny ones."""
+    max_rows = BLOCK_ROWS[mode]
+    if mode == BF16:
+        max_rows = min(max_rows, max(4 * BLOCK, MAX_SHORT_BYTES // (2 * depth) // BLOCK * BLOCK))
+    num_blocks = -(-rows // max_rows)
+    row_block = -(-rows // num_blocks)
+    if mode != EXACT and num_blocks > 1:
+        row_block = -(-row_block // BLOCK) * BLOCK
+    panel_us = max(num_bytes / num_panels / BYTES_PER_US, 2.0 * 16 * row_block * depth / FLOPS_PER_US[mode])
+    share_us = num_blocks * num_panels * panel_us / (TASKS_PER_THREAD * num_threads)
+    wanted = min(MAX_TASK_US, max(MIN_TASK_US, share_us))
+    panels = max(1, round(wanted / panel_us / GROUP)) * GROUP
+    return row_block, panels
+
+
+def embedding(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
+    """out[t] = scale · table[ids[t]]: ids int32 [T], table a matrix [V, H], out [T, H]."""
+    ids, table = args.inputs
+    (out,) = args.outputs
+    rows, width = out.shape
+    per_task = max(1, EMBEDDING_ELEMENTS // width)
+    scale = args.scalars["scale"]
+    fields = EmbeddingArgs(table.c_address, address(ids), address(out), len(table.parts), rows, per_task, scale)
+    return [NativeLaunch("embedding", fields, -(-rows // per_task), keeps=(table,))]
+
+
+def workspace_bytes(shapes: Sequence[Shape], scalars: Mapping[str, Any], num_threads: int) -> int:
+    """x as the products in fewer bits read it, in whole blocks and units; bfloat16 takes more than int8."""
+    (rows, depth), *_ = shapes
+    return 2 * (-(-rows // BLOCK) * BLOCK) * (-(-depth // UNIT) * UNIT)
+
+
+KERNELS = {"gemm": NativeKernel(gemm, workspace_bytes), "embedding": NativeKernel(embedding)}

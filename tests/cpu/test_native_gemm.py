@@ -1,0 +1,262 @@
+"""Products with packed matrices against float64, on every kind of processor that this one can play."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from native_running import IS_X86, MACHINES, library_path
+from native_weights import Store, random_blocks
+from numpy.typing import NDArray
+
+from lean_engine.checkpoint.demo_model import cache_directory
+from lean_engine.ir.sources import Concat, Tensor
+from lean_engine.runtime.cpu.native import gemm
+from lean_engine.runtime.cpu.native.compiler import find_compiler
+from lean_engine.runtime.cpu.native.launches import NativeLaunch, Precision, Scope, address
+from lean_engine.runtime.cpu.native.library import Library, Native, build_library
+from lean_engine.runtime.cpu.native.matrices import (
+    BLOCKS,
+    FORMATS,
+    EmbeddingArgs,
+    Matrix,
+    aligned,
+    load_matrix,
+    matrix_of,
+)
+from lean_engine.runtime.cpu.native.sources import Sources, kernel_sources
+from lean_engine.runtime.device import LaunchArgs
+
+GUARD = 77  # elements after each output that must stay as they are
+POISON = np.float32(-1234.5)
+ODD_SHAPES = [(1, 1), (15, 31), (17, 33), (49, 577), (130, 300)]
+ODD_ROWS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 33, 70)
+NO_TILES = ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+Float32 = NDArray[np.float32]
+
+
+@cache
+def native(machine: str = "native", num_threads: int = 2) -> Native:
+    if machine != "no_tiles":
+        return Native(Library(library_path(machine), gemm.ARGUMENTS), num_threads)
+    sources = kernel_sources()  # only what this file is about, for the sake of time
+    own = [path for path in sources.files if path.stem.startswith(("gemm", "pack", "pool"))]
+    compiler = find_compiler(NO_TILES if IS_X86 else None, extra=("-Werror",))
+    path = build_library(compiler, Sources(own, sources.include), cache_directory() / "cpu")
+    return Native(Library(path, gemm.ARGUMENTS), num_threads)
+
+
+@cache
+def modes(machine: str = "native") -> gemm.Modes:
+    return gemm.Modes.of(native(machine).library)
+
+
+def random_matrix(
+    format: str, shape: tuple[int, int], machine: str, products: str = "float32", seed: int = 0
+) -> Matrix:
+    """GGUF's types in as many columns as they need."""
+    rows, depth = shape
+    if format in BLOCKS:
+        block = 256 if format.endswith("k") else 32
+        raw = random_blocks(rows, -(-depth // block) * block, format, seed)
+        return matrix_of(raw, native(machine), Precision("stored", products), format)
+    weights = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return matrix_of(weights, native(machine), Precision(format, products))
+
+
+def random_rows(rows: int, matrix: Matrix, seed: int = 1) -> Float32:
+    return np.random.default_rng(seed).normal(size=(rows, matrix.shape[1])).astype(np.float32)
+
+
+def guarded(num_elements: int, offset: int = 3) -> Float32:
+    """Poisoned memory of a size, at an address that is no multiple of a vector, with a guard zone behind."""
+    return np.full(offset + num_elements + GUARD, POISON, np.float32)[offset:]
+
+
+def product(
+    x: Float32, matrix: Matrix, bias: Float32 | None = None, machine: str = "native", num_threads: int = 2
+) -> Float32:
+    """x·Wᵀ + bias by the compiled kernels; what lies behind output and workspace must stay."""
+    rows, outputs = len(x), matrix.shape[0]
+    out = guarded(rows * outputs)
+    size = gemm.workspace_bytes([x.shape, matrix.shape], {}, num_threads)
+    workspace = aligned((size + GUARD,), np.uint8)
+    workspace[...] = 0xFF  # NaN, as whatever type it is read
+    launches = gemm.launches(
+        *(modes(machine), num_threads, matrix, address(x), x.shape),
+        *(address(bias), address(out), address(workspace)),
+    )
+    native(machine, num_threads).run(launches)
+    assert (out[rows * outputs :] == POISON).all()
+    assert (workspace[size:] == 0xFF).all()
+    return out[: rows * outputs].reshape(rows, outputs)
+
+
+def deviation(out: Float32, x: NDArray[Any], weights: NDArray[Any], bias: NDArray[Any] | float = 0.0) -> float:
+    """Largest error, as a share of the sum of the magnitudes that were added."""
+    x, weights = x.astype(np.float64), weights.astype(np.float64)
+    size = np.abs(x) @ np.abs(weights).T + np.abs(bias) + 1e-6
+    return float((np.abs(out - (x @ weights.T + bias)) / size).max())
+
+
+def rounded(x: NDArray[Any]) -> NDArray[np.float64]:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_exact_products_agree_with_float64(machine: str, format: str) -> None:
+    for shape in ODD_SHAPES:
+        matrix = random_matrix(format, shape, machine)
+        weights = matrix.read(native(machine))
+        bias = np.random.default_rng(2).normal(size=shape[0]).astype(np.float32)
+        for rows in ODD_ROWS:
+            x = random_rows(rows, matrix)
+            assert deviation(product(x, matrix, bias, machine), x, weights, bias) < 1e-6, (shape, rows)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_is_the_same_whatever_shares_its_step_or_the_work(machine: str, format: str) -> None:
+    matrix = random_matrix(format, (100, 300), machine)
+    x = random_rows(130, matrix)
+    bias = np.ones(100, np.float32)
+    whole = product(x, matrix, bias, machine)
+    for rows in (1, 3, 4, 5, 17, 64, 65):
+        np.testing.assert_array_equal(product(x[:rows], matrix, bias, machine), whole[:rows])
+    np.testing.assert_array_equal(product(x, matrix, bias, machine, num_threads=1), whole)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_what_lies_behind_x_is_not_read(machine: str, format: str, rows: int) -> None:
+    matrix = random_matrix(format, (17, 33), machine)
+    memory = np.full(rows * 33 + 64, np.inf, np.float32)
+    x = memory[: rows * 33].reshape(rows, 33)
+    x[...] = random_rows(rows, matrix)
+    assert np.isfinite(product(x, matrix, machine=machine)).all()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("products", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_and_inf_reach_their_row_and_no_other(machine: str, products: str, format: str) -> None:
+    for rows in (3, 20):
+        matrix = random_matrix(format, (20, 64), machine, products)
+        x = random_rows(rows, matrix)
+        x[1, 5], x[2, 7] = np.nan, np.inf
+        out = product(x, matrix, machine=machine)
+        assert np.isnan(out[1]).all()
+        assert not np.isfinite(out[2]).all()
+        assert np.isfinite(np.delete(out, [1, 2], axis=0)).all()
+
+
+@pytest.mark.parametrize("machine", ["native", "no_tiles"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_bfloat16_products_are_those_of_rounded_operands(machine: str, format: str) -> None:
+    for shape in [*ODD_SHAPES, (40, 1600)]:
+        matrix = random_matrix(format, shape, machine, "bfloat16")
+        weights = matrix.read(native(machine))
+        for rows in (1, 2, 4, 5, 8, 15, 16, 17, 33, 70, 150):
+            x = random_rows(rows, matrix)
+            is_rounded = modes(machine).choose(matrix, rows) == gemm.BF16
+            assert is_rounded == (modes(machine).has_bf16 and (format == "bfloat16" or rows > gemm.MAX_EXACT_ROWS))
+            operands = (rounded(x), weights if format == "int8" else rounded(weights)) if is_rounded else (x, weights)
+            assert deviation(product(x, matrix, machine=machine), *operands) < 2e-6, (shape, rows)
+
+
+@pytest.mark.parametrize("machine", ["native", "no_tiles", "avx2"] if IS_X86 else ["native"])
+@pytest.mark.parametrize("format", FORMATS[3:])
+def test_int8_products_are_close(machine: str, format: str) -> None:
+    for shape in [(15, 64), (49, 577), (130, 1536)]:
+        matrix = random_matrix(format, shape, machine, "int8")
+        weights = matrix.read(native(machine)).astype(np.float64)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
+            x = random_rows(rows, matrix)
+            exact = x.astype(np.float64) @ weights.T
+            error = product(x, matrix, machine=machine) - exact
+            assert np.sqrt((error**2).mean() / (np.abs(x) ** 2 @ (weights**2).T).mean()) < 0.01, (shape, rows)
+
+
+def test_int8_is_exact_where_x_is_whole_numbers() -> None:
+    """Up to 127 each value is its own quantisation, so that nothing but the order of sums is left."""
+    for format in FORMATS[3:]:
+        matrix = random_matrix(format, (40, 512), "native", "int8")
+        x = np.random.default_rng(3).integers(-127, 128, (3, 512)).astype(np.float32)
+        x[:, ::16] = 127
+        assert deviation(product(x, matrix), x, matrix.read(native())) < 2e-6
+
+
+def test_parts_of_several_formats_write_their_columns() -> None:
+    tensors = {"q": ("q4_k", 32), "k": ("q4_k", 16), "v": ("q6_k", 20), "w": ("bfloat16", 9)}
+    store = Store(**{n: (t, random_blocks(rows, 256, t)) for n, (t, rows) in tensors.items() if t != "bfloat16"})
+    store.tensors["w"] = np.random.default_rng(0).normal(size=(9, 256)).astype(ml_dtypes.bfloat16)
+    source = Concat(tuple(Tensor(name, (rows, 256)) for name, (_, rows) in tensors.items()))
+    bias = np.random.default_rng(1).normal(size=77).astype(np.float32)
+    for products, bound in (("float32", 1e-6), ("bfloat16", 0.01), ("int8", 0.01)):
+        matrix = load_matrix(source, store, native(), Precision("stored", products))
+        for rows in (1, 6, 40):
+            x = random_rows(rows, matrix)
+            assert deviation(product(x, matrix, bias), x, matrix.read(native()), bias) < bound
+
+
+def test_a_processor_without_the_instructions_computes_exactly() -> None:
+    if not IS_X86:
+        pytest.skip("needs a narrower version of the processor")
+    assert modes("sse2") == gemm.Modes(has_bf16=False, has_tiles=False, has_int8=False)
+    for products in ("bfloat16", "int8"):
+        matrix = random_matrix("q8_0", (20, 64), "sse2", products)
+        assert modes("sse2").choose(matrix, 20) == gemm.EXACT
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_embedding_gathers_scaled_rows(machine: str, format: str) -> None:
+    table = random_matrix(format, (70, 100), machine)
+    weights = table.read(native(machine))
+    ids = np.array([69, 0, 16, 15, 16], np.int32)
+    out = guarded(5 * table.shape[1])
+    args = LaunchArgs("embedding", [ids, table], [out[:-GUARD].reshape(5, -1)], {"scale": np.float32(2.5)}, np.empty(0))
+    native(machine).run(gemm.embedding(Scope(native(machine).library, 2, {}), args))
+    np.testing.assert_allclose(out[:-GUARD].reshape(5, -1), weights[ids] * np.float32(2.5), rtol=3e-7)
+    assert (out[-GUARD:] == POISON).all()
+
+
+def test_embedding_finds_the_part_of_each_row() -> None:
+    store = Store(a=("q4_0", random_blocks(16, 64, "q4_0")), b=("q8_0", random_blocks(10, 64, "q8_0")))
+    table = load_matrix(Concat((Tensor("a", (16, 64)), Tensor("b", (10, 64)))), store, native(), Precision())
+    ids, out = np.array([25, 3, 16, 15], np.int32), np.empty((4, 64), np.float32)
+    args = EmbeddingArgs(table.c_address, address(ids), address(out), len(table.parts), 4, 3, 1.0)
+    native().run([NativeLaunch("embedding", args, 2)])
+    np.testing.assert_array_equal(out, np.concatenate([store.tensor("a"), store.tensor("b")])[ids])
+
+
+def test_capture_makes_one_launch_of_an_exact_product() -> None:
+    matrix = random_matrix("float32", (48, 64), "native")
+    x, bias, out = random_rows(6, matrix), np.ones(48, np.float32), np.empty((6, 48), np.float32)
+    scope = Scope(native().library, 2, {})
+    launches = gemm.gemm(scope, LaunchArgs("gemm", [x, matrix, bias], [out], {}, np.empty(0, np.uint8)))
+    assert [launch.kernel for launch in launches] == ["gemm"]
+    native().run(launches)
+    assert deviation(out, x, matrix.read(native()), bias) < 1e-6
+
+
+@pytest.mark.parametrize("mode", [gemm.EXACT, gemm.BF16, gemm.INTEGER])
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+def test_tasks_are_equal_blocks_of_rows_and_groups_of_panels(mode: int, num_threads: int) -> None:
+    for rows in (1, 5, 64, 65, 129, 512):
+        for panels, depth in ((1, 64), (36, 576), (3072, 576), (256, 4096)):
+            block, group = gemm.cut(mode, rows, depth, panels, panels * 64 * depth, num_threads)
+            assert 1 <= block <= gemm.BLOCK_ROWS[mode]
+            assert group % gemm.GROUP == 0
+            assert mode == gemm.EXACT or block == rows or block % 16 == 0
+
+
+def test_a_large_product_is_cut_for_all_threads() -> None:
+    block, group = gemm.cut(gemm.EXACT, 1, 576, 3072, 3072 * 64 * 576, 16)
+    assert block == 1
+    assert 3072 // group >= 4 * 16
