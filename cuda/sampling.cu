@@ -8,11 +8,13 @@
 // Grid (P, R). Each part's best candidate, which is the choice of a greedy row, and its greatest raw logit.
 __global__ void __launch_bounds__(256)
 scan_logits(u64* scan, const float* logits, const i32* row_slots, const i32* params, const i32* states,
-            const u32* masks, const u16* seen, const i32* lists, i32 vocab_size, i32 list_words) {
+            const u32* masks, const u16* seen, const u32* forms, const i32* row_forms, const i32* lists,
+            i32 vocab_size, i32 list_words) {
     __shared__ u64 partial[32];
     const i32 slot = running_slot(row_slots, states, blockIdx.y);
     if (slot < 0) return;
-    const Row row = row_of(logits, params, states, masks, seen, lists, blockIdx.y, slot, vocab_size, list_words);
+    const Row row = row_of(logits, params, states, masks, seen, forms, row_forms, lists, blockIdx.y, slot, vocab_size,
+                           list_words);
     const i32 first = blockIdx.x * PART_TOKENS, end = min(first + PART_TOKENS, vocab_size);
     u64 best = 0;
     u32 raw_peak = 0;
@@ -221,7 +223,8 @@ struct Cutter {
 // Grid (R), up to 768 threads. The cut of each row that has top_k or top_p; those of other rows are left as they are.
 __global__ void __launch_bounds__(768, 1)
 cut_logits(i32* cuts, const float* logits, const u64* scan, const i32* row_slots, const i32* params,
-           const i32* states, const u32* masks, const u16* seen, const i32* lists, i32 vocab_size, i32 list_words,
+           const i32* states, const u32* masks, const u16* seen, const u32* forms, const i32* row_forms,
+           const i32* lists, i32 vocab_size, i32 list_words,
            i32 num_parts) {
     __shared__ u64 partial[32];
     __shared__ u32 bins[NUM_BINS];
@@ -230,7 +233,8 @@ cut_logits(i32* cuts, const float* logits, const u64* scan, const i32* row_slots
     __shared__ Listing listing;
     const i32 slot = running_slot(row_slots, states, blockIdx.x);
     if (slot < 0) return;
-    const Row row = row_of(logits, params, states, masks, seen, lists, blockIdx.x, slot, vocab_size, list_words);
+    const Row row = row_of(logits, params, states, masks, seen, forms, row_forms, lists, blockIdx.x, slot, vocab_size,
+                           list_words);
     const SlotParams& p = *row.params;
     const PartScan whole = merge_scan(scan, blockIdx.x, num_parts);
     if (p.temperature == 0.0f || damage_of(whole) != RUNNING || (p.top_k == 0 && p.top_p >= 1.0)) return;
@@ -258,12 +262,13 @@ cut_logits(i32* cuts, const float* logits, const u64* scan, const i32* row_slots
 // need their cut.
 __global__ void __launch_bounds__(128, 6)
 draw_tokens(u64* drawn, const float* logits, const u64* scan, const i32* cuts, const i32* row_slots,
-            const i32* params, const i32* states, const u32* masks, const u16* seen, const i32* lists, i32 vocab_size,
-            i32 list_words) {
+            const i32* params, const i32* states, const u32* masks, const u16* seen, const u32* forms,
+            const i32* row_forms, const i32* lists, i32 vocab_size, i32 list_words) {
     __shared__ u64 partial[32];
     const i32 slot = running_slot(row_slots, states, blockIdx.y);
     if (slot < 0) return;
-    const Row row = row_of(logits, params, states, masks, seen, lists, blockIdx.y, slot, vocab_size, list_words);
+    const Row row = row_of(logits, params, states, masks, seen, forms, row_forms, lists, blockIdx.y, slot, vocab_size,
+                           list_words);
     const SlotParams& p = *row.params;
     const PartScan whole = merge_scan(scan, blockIdx.y, gridDim.x);
     if (p.temperature == 0.0f || damage_of(whole) != RUNNING) return;

@@ -153,8 +153,9 @@ struct Row {
     const SlotState* state;
     const u32* mask;  // null without HAS_MASK
     const u16* seen;  // of each token, 0 or 1 + how often it was generated; null without HAS_PENALTIES
+    const u32* form;  // a bit per token that this step's form of the answer allows; null without one
     const i32* list;  // specials, bad words, ids that end the request
-    i32 vocab_size;
+    i32 num_specials, vocab_size;
 
     // Raw logits of tokens token … token + 3, -inf beyond the vocabulary; token is a multiple of 4.
     DEVICE void load_raw(i32 token, float (&x)[4]) const {
@@ -180,6 +181,12 @@ struct Row {
             for (int i = 0; i < 4; ++i)
                 if (bits >> i & 1) x[i] = minus_infinite();
         }
+        if (form) {
+            const u32 bits = form[token / 32] >> token % 32;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!(bits >> i & 1)) x[i] = minus_infinite();
+        }
     }
 
     // The words that end with one token: their number, then each one's length before that token and its tokens.
@@ -195,6 +202,7 @@ struct Row {
     }
 
     DEVICE float special_value(const Special& special) const {
+        if (form && !(form[special.token / 32] >> special.token % 32 & 1)) return minus_infinite();
         const i32 num_output = state->num_tokens - params->num_prompt;
         if (special.is_ending && num_output < params->min_tokens) return minus_infinite();
         if (special.first_word && ends_bad_word(special.first_word, num_output)) return minus_infinite();
@@ -215,7 +223,7 @@ struct Row {
     // f(token, value) for this thread's specials.
     template <typename F> DEVICE void for_specials(F f) const {
         const Special* const specials = reinterpret_cast<const Special*>(list);
-        for (i32 i = threadIdx.x; i < params->num_specials; i += blockDim.x)
+        for (i32 i = threadIdx.x; i < num_specials; i += blockDim.x)
             f(specials[i].token, special_value(specials[i]));
     }
 };
@@ -229,15 +237,23 @@ DEVICE i32 running_slot(const i32* row_slots, const i32* states, i32 row) {
 DEVICE i32 mask_words(i32 vocab_size) { return (vocab_size + 31) / 32; }
 DEVICE i32 seen_words(i32 vocab_size) { return (vocab_size + 7) / 8 * 8; }  // a row begins at 16 bytes
 
+// row_forms may be null; else row_forms[row] is NO_FORM, or twice the row of forms that this row is held to, plus 1
+// where nothing but the form counts, which is finished.
+constexpr i32 NO_FORM = -1;
 DEVICE Row row_of(const float* logits, const i32* params, const i32* states, const u32* masks, const u16* seen,
-                  const i32* lists, i32 row, i32 slot, i32 vocab_size, i32 list_words) {
+                  const u32* forms, const i32* row_forms, const i32* lists, i32 row, i32 slot, i32 vocab_size,
+                  i32 list_words) {
     const SlotParams* const p = reinterpret_cast<const SlotParams*>(params) + slot;
+    const i32 form = row_forms ? row_forms[row] : NO_FORM;
+    const i32 flags = form != NO_FORM && form % 2 ? 0 : p->flags;
     return {logits + i64(row) * vocab_size,
             p,
             reinterpret_cast<const SlotState*>(states) + slot,
-            p->flags & HAS_MASK ? masks + i64(slot) * mask_words(vocab_size) : nullptr,
-            p->flags & HAS_PENALTIES ? seen + i64(slot) * seen_words(vocab_size) : nullptr,
+            flags & HAS_MASK ? masks + i64(slot) * mask_words(vocab_size) : nullptr,
+            flags & HAS_PENALTIES ? seen + i64(slot) * seen_words(vocab_size) : nullptr,
+            form != NO_FORM ? forms + i64(form / 2) * mask_words(vocab_size) : nullptr,
             lists + i64(slot) * list_words,
+            flags & HAS_MASK ? p->num_specials : 0,
             vocab_size};
 }
 

@@ -84,7 +84,7 @@ class CudaRun:
         self.memory = GuardedMemory()
         name = KERNEL_NAMES.get(kind, kind)
         params = KERNELS[name].inputs[: len(inputs)]
-        dtypes = [{"real": dtype, "real/f32": dtype, "f32": "float32", "i32": "int32"}[p.dtype] for p in params]
+        dtypes = [{"f32": "float32", "i32": "int32"}.get(p.dtype, dtype) for p in params]
         self.inputs = [self.place(array, d) for array, d in zip(inputs, dtypes, strict=True)]
         types = tuple(TensorType(a.shape, d) for a, d in zip(self.inputs, dtypes, strict=True))
         out_types = infer_types(kind, types, self.attrs)

@@ -18,11 +18,13 @@ from lean_engine.engine.device_sampling import sample_result, slot_setup, token_
 from lean_engine.runtime.cuda.emulator import EmulatedKernels
 from lean_engine.runtime.cuda.instances import KernelCall
 from lean_engine.runtime.cuda.sampling import (
+    NO_FORM,
     NO_SLOT,
     SamplingArrays,
     SamplingKind,
     SamplingSizes,
     SlotSetup,
+    form_of,
     sampling_calls,
     sampling_instances,
     start_call,
@@ -45,6 +47,30 @@ def run_calls(calls: Sequence[KernelCall], order: int = 0, preempt: int = 0) -> 
 
 
 @dataclass
+class Form:
+    """Stands in for a grammar's matcher: the tokens that are allowed next, and whether it is finished."""
+
+    allowed: Sequence[int]
+    vocab_size: int
+    is_done: bool = False
+    error: str | None = None
+    is_reasoning = True  # what it allows does not come from llguidance
+    inner = None
+
+    @property
+    def words(self) -> Array:
+        bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
+        bits[list(self.allowed)] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def complete(self, words: Array) -> None:
+        words[:] = self.words
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+@dataclass
 class Answer:
     """A request with some output already: what either sampler is told of it."""
 
@@ -55,6 +81,7 @@ class Answer:
     index: int = 0
     eos: Sequence[int] = EOS
     max_total_tokens: int = 10_000
+    form: Form | None = None
     state: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +91,7 @@ class Answer:
             eos_token_ids=self.eos,
             bad_words_token_ids=list(self.bad_words),
             answer_index=self.index,
+            matcher=self.form,  # type: ignore[arg-type]
         )
         for token in self.output:
             self.state.accept(token)
@@ -86,7 +114,8 @@ class Answer:
 
 def ask(prompt: Sequence[int] = (1,), output: Sequence[int] = (), **options: Any) -> Answer:
     """An Answer; options are SamplingParams' and Answer's."""
-    own = {name: options.pop(name) for name in ("bad_words", "index", "eos", "max_total_tokens") if name in options}
+    names = ("bad_words", "index", "eos", "max_total_tokens", "form")
+    own = {name: options.pop(name) for name in names if name in options}
     return Answer(SamplingParams(**{"seed": 7, **options}), prompt, output, **own)
 
 
@@ -106,6 +135,18 @@ class DeviceSampler:
             self.kind |= setup.kind()
         self.start(setups)
         self.place_rows(self.slots)
+        self.place_forms()
+
+    def place_forms(self) -> None:
+        """The form of each answer that has one."""
+        self.arrays.row_forms[:] = NO_FORM
+        held = [row for row, answer in enumerate(self.answers) if answer.form is not None]
+        for index, row in enumerate(held):
+            self.kind |= SamplingKind(forms=True)
+            form = self.answers[row].form
+            assert form is not None
+            self.arrays.forms[index] = form.words
+            self.arrays.row_forms[row] = form_of(index, form.is_done)
 
     def start(self, setups: Sequence[SlotSetup]) -> None:
         records = [

@@ -25,7 +25,15 @@ from lean_engine.runtime.cuda.instances import Instance, KernelCall
 from lean_engine.runtime.cuda.nvrtc import Cubin, Resources
 from lean_engine.runtime.cuda.sources import KernelSource
 
-CUDA_TYPES = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "int": "int32", "unsigned int": "uint32"}
+CUDA_TYPES = {
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "int": "int32",
+    "unsigned int": "uint32",
+    "unsigned short": "uint16",
+    "unsigned long long": "uint64",
+}
 FREE_BYTES, TOTAL_BYTES = 3 << 30, 4 << 30
 
 
@@ -88,6 +96,20 @@ class Stream:
             self.recorded.append(command)
 
 
+class Event:
+    def __init__(self, disable_timing: bool) -> None:
+        assert disable_timing, "events with times are slower"
+        self.stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        assert stream.recorded is None
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert self.stream is not None
+        self.stream.synchronize()
+
+
 class FakeCuda:
     """What CupyDriver takes for cupy.cuda."""
 
@@ -108,6 +130,7 @@ class FakeCuda:
             getDeviceProperties=lambda device: self.properties,
             memGetInfo=lambda: (FREE_BYTES, TOTAL_BYTES),
             memcpyAsync=self._copy,
+            memcpy2DAsync=self._copy_rows,
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,
         )
@@ -119,15 +142,11 @@ class FakeCuda:
         self.streams.append(Stream(non_blocking))
         return self.streams[-1]
 
-    def Module(self) -> SimpleNamespace:  # noqa: N802
-        loaded: list[bytes] = []
+    def Event(self, disable_timing: bool) -> Event:  # noqa: N802
+        return Event(disable_timing)
 
-        def get_function(symbol: str) -> Function:
-            assert loaded == [b"cubin"]
-            source, expression = symbol.split("|")
-            return Function(self, Instance(source, expression))
-
-        return SimpleNamespace(load=loaded.append, get_function=get_function)
+    def Module(self) -> Module:  # noqa: N802
+        return Module(self)
 
     def alloc(self, num_bytes: int) -> Memory:
         assert not self.is_capturing
@@ -163,6 +182,14 @@ class FakeCuda:
         self.view(target if kind == 1 else source, "uint8", num_bytes)  # lies in an allocation
         ctypes.memmove(target, source, num_bytes)
 
+    def _copy_rows(
+        self, target: int, tpitch: int, source: int, spitch: int, width: int, height: int, kind: int, stream: int
+    ) -> None:
+        assert kind == 1
+        assert 0 < width <= min(tpitch, spitch)
+        for row in range(height):
+            self._copy(target + row * tpitch, source + row * spitch, width, kind, stream)
+
     def _set_attribute(self, function: str, attribute: int, value: int) -> None:
         assert attribute == 8
         self.shared_bytes_asked[function] = value
@@ -194,6 +221,21 @@ class FakeBlas:
         if value is None:
             return None
         return self.cuda.view(value.address, value.dtype.name, value.nbytes).reshape(value.shape)
+
+
+class Module:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.is_loaded = False
+
+    def load(self, cubin: bytes) -> None:
+        assert cubin == b"cubin"
+        self.is_loaded = True
+
+    def get_function(self, name: str) -> Function:
+        assert self.is_loaded
+        source, expression = name.split("|")
+        return Function(self.cuda, Instance(source, expression))
 
 
 class Function:

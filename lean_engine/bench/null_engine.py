@@ -137,7 +137,7 @@ class NullEngine:
     def _num_granted_blocks(self, plan: StepPlan) -> int:
         """Before the plan is applied: block tables cover what was computed and what the plan computes, no more."""
         size = self.scheduler.block_size
-        of_decodes = sum(request.num_computed_tokens % size == 0 for request in plan.decodes)
+        of_decodes = sum(request.num_computed_tokens % size == 1 % size for request in plan.decodes)
         of_chunks = sum(
             num_blocks_for(c.start + c.num_tokens, size) - num_blocks_for(c.start, size) for c in plan.chunks
         )

@@ -21,6 +21,7 @@ class StepSize:
     num_tokens: int  # T
     num_requests: int  # B
     num_rows: int  # R: rows whose logits are computed
+    num_blocks: int = 0  # of the longest block table
 
 
 class Batch:
@@ -39,13 +40,17 @@ class Batch:
         self.cu_seqlens_q = inputs["cu_seqlens_q"]  # [B + 1]
         self.seq_lens = inputs["seq_lens"]  # [B]
         self.sample_rows = inputs["sample_rows"]  # [R] into the T tokens
+        self.cu_seqlens_q[0] = 0
         self._written: list[tuple[list[int], int]] = [([], 0)] * len(self.block_tables)  # (table, blocks) of each row
 
     def fill(self, plan: StepPlan) -> StepSize:
-        """Write one step."""
+        """Write one step, before the next is planned.
+
+        The token of a decode may be one that a step in flight is sampling; the one before it stands in for it.
+        """
         block_size = self.block_size
         token_ids = [request.token_ids[-1] for request in plan.decodes]
-        positions = [request.num_computed_tokens for request in plan.decodes]
+        positions = [request.num_computed_tokens - 1 for request in plan.decodes]
         slots = [
             request.block_table[position // block_size] * block_size + position % block_size
             for request, position in zip(plan.decodes, positions, strict=True)
@@ -61,9 +66,11 @@ class Batch:
             rows += range(len(token_ids) - chunk.num_logit_rows, len(token_ids))
             starts.append(len(token_ids))
             lengths.append(end)
-        for b, request in enumerate([*plan.decodes, *(chunk.request for chunk in plan.chunks)]):
-            self._write_block_table(b, request.block_table)
-        size = StepSize(len(token_ids), len(lengths), len(rows))
+        tables = [request.block_table for request in plan.decodes]
+        tables += [chunk.request.block_table for chunk in plan.chunks]
+        for b, table in enumerate(tables):
+            self._write_block_table(b, table)
+        size = StepSize(len(token_ids), len(lengths), len(rows), max(map(len, tables)))
         self.input_ids[: size.num_tokens] = token_ids
         self.positions[: size.num_tokens] = positions
         self.slot_mapping[: size.num_tokens] = slots

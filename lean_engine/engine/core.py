@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lean_engine.config import ModelConfig
 from lean_engine.engine.outputs import Answer, Group
-from lean_engine.engine.runner import Runner
+from lean_engine.engine.runner import LaunchedStep, Runner
+from lean_engine.engine.token_choice import StepTokens, requests_of
 from lean_engine.errors import RequestError
 from lean_engine.memory.prefix_cache import ExtraKey, ExtraKeys
-from lean_engine.runtime.device import Array
-from lean_engine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from lean_engine.sampling.grammar import GrammarCompiler
 from lean_engine.sampling.params import SamplingParams
-from lean_engine.sampling.sampler import Sampler, SampleResult, SamplingState
-from lean_engine.scheduling.plan import ScheduledChunk, StepPlan, StepUpdate
+from lean_engine.sampling.sampler import SamplingState
+from lean_engine.scheduling.plan import StepPlan, StepUpdate
 from lean_engine.scheduling.request import Request
 from lean_engine.scheduling.scheduler import Scheduler
 from lean_engine.scheduling.statistics import StepStats
@@ -39,6 +40,9 @@ class Engine:
         eos_token_ids: every id that ends an answer unless the request ignores them.
         max_logprobs: cap of logprobs and prompt_logprobs; -1 = none.
         seed: of requests that bring none; None = fresh entropy for each.
+        runs_ahead: whether a step is planned and launched before the results of the one before it are taken, where
+            those are not needed for it. What an answer gets is the same; one that ends may cost a token that nobody
+            sees.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_logprobs: int,
         seed: int | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -59,10 +64,13 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.max_logprobs = max_logprobs
         self.seed = seed
-        self.sampler = Sampler(model_config.vocab_size)
+        self.runs_ahead = runs_ahead
+        self.grammars = GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
         self.num_steps = 0
         self.last_progress_time = 0.0  # seconds on time.monotonic's clock: the last step's end, or work after none
         self._num_unseeded = 0  # requests that the engine's seed has served
+        self._in_flight: deque[LaunchedStep] = deque()  # launched, results not taken: one between steps, if any
+        self._settles_first = False  # a launch has failed: what is in flight comes before any other
         self._is_closed = False
         self._turn = threading.Lock()  # held during add and step
         self._groups: dict[str, Group] = {}  # unfinished
@@ -183,14 +191,15 @@ class Engine:
 
     def _add_answer(self, group: Group, index: int, priority: int, extra_keys: ExtraKeys) -> None:
         params, prompt = group.params, group.prompt_token_ids
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        has_form = params.structured_outputs is not None
+        eos = frozenset() if params.ignore_eos and not has_form else self.eos_token_ids
         answer = Answer(index, params, self._sampling_state(group, index), self._detokenizer(group))
         room = max(1, self.max_model_len - len(prompt))
         request = Request(
             group.request_id if params.n == 1 else f"{group.request_id}#{index}",
             prompt,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
-            min_tokens=params.min_tokens,
+            min_tokens=0 if has_form else params.min_tokens,  # the sampler knows when a form is finished before
             eos_token_ids=eos,
             stop_token_ids=frozenset(params.stop_token_ids),
             arrival_time=group.arrival_time,
@@ -209,12 +218,14 @@ class Engine:
 
     def _sampling_state(self, group: Group, index: int) -> SamplingState:
         params = group.params
+        form = params.structured_outputs
         state = SamplingState(
             params,
             group.prompt_token_ids,
             eos_token_ids=self.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
             answer_index=index,
+            matcher=None if form is None else self.grammars.compile(form).matcher(),
         )
         if params.seed is None and self.seed is not None:
             state.seed = (self.seed + SEED_STRIDE * self._num_unseeded) % 2**64
@@ -250,75 +261,74 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Group]:
-        plan = self.scheduler.plan(time.monotonic())
-        if plan is None:
-            return []
-        for request, message in plan.failed:
-            request.payload.error = message
-        sampled = self._sample(plan, self.runner.run(plan)) if plan.num_requests else []
-        updates = self.scheduler.apply(plan, [s.token_ids for s in sampled], time.monotonic())
+        self._launch_steps()
+        changed = self._take_results() if self._in_flight else []
+        while self._in_flight and not self._groups:  # a step ahead of which nobody is left
+            self._take_results()
+        return changed
+
+    def _launch_steps(self) -> None:
+        """Plan and launch until a step is in flight, or two where the next does not hang on the first one's results."""
+        while not self._in_flight or (len(self._in_flight) == 1 and self._may_run_ahead()):
+            plan = self.scheduler.plan(time.monotonic())
+            if plan is None:
+                return
+            for request in plan.preempted:
+                self.runner.chooser.release(request)
+            try:
+                self._in_flight.append(self.runner.launch(plan))
+            except BaseException:
+                self._withdraw(plan)
+                raise
+
+    def _may_run_ahead(self) -> bool:
+        return self.runs_ahead and not self._in_flight[0].results.needs_host and not self._settles_first
+
+    def _withdraw(self, plan: StepPlan) -> None:
+        """A plan was not launched: its requests stand where they stood, and the device is told of them anew."""
+        self._settles_first = True
+        self.scheduler.withdraw(plan)
+        self._end_failed(plan, {})
+        for request in requests_of(plan):
+            self.runner.chooser.release(request)
+
+    def _take_results(self) -> list[Group]:
+        """Take what the oldest step in flight brought."""
+        step = self._in_flight[0]
+        plan, tokens = step.plan, step.results.wait()
+        self._in_flight.popleft()
+        self._settles_first &= bool(self._in_flight)
+        changed: dict[str, Group] = {}
+        self._end_failed(plan, changed)
+        self._take_errors(tokens, changed)
+        updates = self.scheduler.apply(plan, tokens.token_ids, time.monotonic())
         self.num_steps += 1
         self.last_progress_time = time.monotonic()
-        return self._emit([request for request, _ in plan.failed], updates, {id(s.request): s for s in sampled})
+        self._emit(updates, tokens, changed)
+        return list(changed.values())
 
-    def _sample(self, plan: StepPlan, logits: Array) -> list[_Sampled]:
-        """One entry per request of the plan. A request whose logits are damaged is ended here."""
-        results = [_Sampled(request) for request in plan.decodes]
-        rows = [(result, row) for row, result in enumerate(results)]
-        row = len(results)
-        for chunk in plan.chunks:
-            result = _Sampled(chunk.request)
-            results.append(result)
-            end = row + chunk.num_logit_rows
-            if chunk.request.needs_prompt_logits:
-                self._take_prompt_logprobs(chunk, logits[row:end])
-            if chunk.samples and not chunk.request.is_finished:
-                rows.append((result, end - 1))
-            row = end
-        if rows:
-            # The usual step samples every row, in order: no copy.
-            chosen = logits if len(rows) == len(logits) else logits[[r for _, r in rows]]
-            answers = [result.request.payload for result, _ in rows]
-            positions = [result.request.num_tokens for result, _ in rows]
-            self._distribute(self.sampler.sample(chosen, [a.state for a in answers], positions), rows)
-        return results
-
-    def _distribute(self, sample: SampleResult, rows: list[tuple[_Sampled, int]]) -> None:
-        for i, (result, _) in enumerate(rows):
-            error = sample.errors[i]
-            if error is not None:
-                self._fail(result.request, error)
-                continue
-            result.token_ids = [sample.token_ids[i]]
-            entry = sample.logprobs[i]
-            result.logprobs = [] if entry is None else [entry]
-            result.request.payload.state.accept(sample.token_ids[i])
-
-    def _take_prompt_logprobs(self, chunk: ScheduledChunk, logits: Array) -> None:
-        """Rows of prompt positions predict the prompt's next tokens; the row of the last one is sampled."""
-        request = chunk.request
-        first = chunk.start + chunk.num_tokens - chunk.num_logit_rows
-        targets = request.token_ids[first + 1 : min(first + 1 + len(logits), request.num_prompt_tokens)]
-        if not targets:
-            return
-        group = self._group_of[request.request_id]
-        try:
-            group.prompt_logprobs += prompt_logprobs(logits[: len(targets)], targets, group.params.prompt_logprobs or 0)
-        except RequestError as error:
-            self._fail(request, str(error))
-
-    def _fail(self, request: Request, message: str) -> None:
-        request.payload.error = message
-        self.scheduler.finish(request.request_id, "error", now=time.monotonic())
-
-    def _emit(self, failed: list[Request], updates: list[StepUpdate], sampled: dict[int, _Sampled]) -> list[Group]:
-        changed: dict[str, Group] = {}
-        damaged = (entry.request for entry in sampled.values() if entry.request.finish_reason == "error")
-        for request in (*failed, *damaged):
+    def _end_failed(self, plan: StepPlan, changed: dict[str, Group]) -> None:
+        """Requests that could not be admitted."""
+        for request, message in plan.failed:
+            request.payload.error = message
             self._finish_answer(request, changed)
+
+    def _take_errors(self, tokens: StepTokens, changed: dict[str, Group]) -> None:
+        """Note the log-probabilities of prompts, and end the requests whose logits are damaged."""
+        for request, entries in tokens.prompt_logprobs:
+            if not request.is_finished:
+                self._group_of[request.request_id].prompt_logprobs += entries
+        for request, message in tokens.errors.items():
+            if not request.is_finished:
+                request.payload.error = message
+                self.scheduler.finish(request.request_id, "error", now=time.monotonic())
+                self._finish_answer(request, changed)
+
+    def _emit(self, updates: list[StepUpdate], tokens: StepTokens, changed: dict[str, Group]) -> None:
         for request, new_token_ids in updates:
             answer: Answer = request.payload
-            answer.take(new_token_ids, sampled[id(request)].logprobs, request.finish_reason == "stop")
+            entry = tokens.logprobs.get(request)
+            answer.take(new_token_ids, () if entry is None else (entry,), request.finish_reason == "stop")
             if answer.finish_reason is not None and not request.is_finished:
                 self.scheduler.finish(request.request_id, "stop", answer.stop_reason, now=time.monotonic())
             if request.is_finished:
@@ -326,10 +336,10 @@ class Engine:
             elif new_token_ids:
                 group = self._group_of[request.request_id]
                 changed[group.request_id] = group
-        return list(changed.values())
 
     def _finish_answer(self, request: Request, changed: dict[str, Group]) -> None:
         group = self._group_of.pop(request.request_id)
+        self.runner.chooser.release(request)
         answer: Answer = request.payload
         answer.finish(request.finish_reason or "abort", request.stop_reason)
         changed[group.request_id] = group
@@ -356,18 +366,8 @@ class Engine:
         for request_id in list(self._groups):
             self.abort(request_id)
         self._is_closed = True
+        self.grammars.close()
         self.runner.close()
-
-
-class _Sampled:
-    """What a step sampled for one request: nothing, or one token (several with speculation)."""
-
-    __slots__ = ("logprobs", "request", "token_ids")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
 
 
 def check_cache_salt(cache_salt: object) -> None:

@@ -17,22 +17,26 @@ from lean_engine import models
 from lean_engine.checkpoint import Checkpoint, open_checkpoint
 from lean_engine.config import EngineConfig, ModelConfig, token_ids
 from lean_engine.dtypes import dtype
+from lean_engine.engine import cuda_device
 from lean_engine.engine.core import Engine
+from lean_engine.engine.cpu_device import make_cpu_device, row_kernels
+from lean_engine.engine.cuda_device import make_cuda_device, open_driver, own_bytes, refuse_elsewhere
 from lean_engine.engine.runner import Runner
+from lean_engine.engine.token_choice import HostChooser, TokenChooser
+from lean_engine.engine.workspace import workspace_of
 from lean_engine.errors import ConfigError, OutOfMemory
 from lean_engine.ir.sources import RopeTable
 from lean_engine.memory.budget import PoolSize, fit_max_model_len, kv_bytes_per_block, num_blocks_for, size_pool
 from lean_engine.passes import Lowered, lower, optimize, plan_memory
-from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.device import Device
 from lean_engine.runtime.program import Program
-from lean_engine.runtime.weights import expected_shapes, load_weights
+from lean_engine.runtime.weights import expected_shapes, load_weights, weight_bytes
 from lean_engine.scheduling.setup import largest_step, make_scheduler, step_dims
 from lean_engine.text.tokenizer import Tokenizer
 from lean_engine.units import format_bytes
 
 if TYPE_CHECKING:
-    from lean_engine.runtime.cuda.driver import Driver
+    from lean_engine.runtime.cuda.device import CudaDevice
 
 log = logging.getLogger("lean_engine")
 
@@ -81,7 +85,7 @@ def start_engine(
     )
     model_config = models.configure(checkpoint.config)
     tokenizer = load_tokenizer(checkpoint, is_optional=config.load_format == "dummy")
-    device = make_device(config, model_config)
+    device = make_device(config, model_config, progress)
     try:
         return assemble(checkpoint, model_config, tokenizer, device, config, on_progress)
     except BaseException:
@@ -89,7 +93,7 @@ def start_engine(
         raise
 
 
-def make_device(config: EngineConfig, model_config: ModelConfig) -> Device:
+def make_device(config: EngineConfig, model_config: ModelConfig, progress: bool = False) -> Device:
     """The device that the options name; "auto" is a GPU where one can be used, else the CPU, and says so in one line.
 
     Raises:
@@ -103,57 +107,9 @@ def make_device(config: EngineConfig, model_config: ModelConfig) -> Device:
                 raise
             log.info("the model runs on the CPU: %s", error)
         else:
-            from lean_engine.runtime.cuda.device import CudaDevice
-
-            refuse_on_cuda(config, model_config)
-            return CudaDevice(driver, cuda_dtype(config, model_config))
-    if config.dtype not in ("auto", "float32"):
-        raise ConfigError(f"dtype is {config.dtype!r}; the CPU device computes in float32")
-    return CpuDevice(config.threads)
-
-
-def open_driver(device: str) -> Driver:
-    """The GPU, or the model of one.
-
-    Raises:
-        ConfigError: it cannot be had here; the message says why.
-    """
-    if device == "cuda-emulated":
-        from lean_engine.runtime.cuda.emulated_driver import EmulatedDriver
-
-        return EmulatedDriver()
-    from lean_engine.runtime.cuda.cupy_module import import_cupy
-
-    cuda = import_cupy()  # before what only a GPU needs
-    from lean_engine.checkpoint.demo_model import cache_directory
-    from lean_engine.runtime.cuda.cubin_cache import CubinCache
-    from lean_engine.runtime.cuda.cupy_driver import CupyDriver
-    from lean_engine.runtime.cuda.nvrtc import Nvrtc
-
-    cache = cache_directory()
-    return CupyDriver(CubinCache(cache / "cubin", Nvrtc()), cache / "gemm", cuda=cuda)
-
-
-def refuse_on_cuda(config: EngineConfig, model_config: ModelConfig) -> None:
-    """ConfigError where the CUDA kernels have no such sizes."""
-    from lean_engine.runtime.cuda.attention import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
-
-    if config.block_size not in BLOCK_SIZES:
-        known = " or ".join(map(str, BLOCK_SIZES))
-        raise ConfigError(f"block_size is {config.block_size}; on a CUDA device it must be {known}")
-    if model_config.head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        raise ConfigError(f"the model's head_dim is {model_config.head_dim}; a CUDA device has kernels for {known}")
-    group = model_config.num_q_heads // model_config.num_kv_heads
-    if group > MAX_GROUP:
-        raise ConfigError(f"{group} query heads share a KV head; a CUDA device has kernels for up to {MAX_GROUP}")
-
-
-def cuda_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
-    """The checkpoint's type, or bfloat16 where that is wider than a CUDA device computes in."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if model_config.dtype == "float32" else model_config.dtype
+            return make_cuda_device(config, model_config, driver)
+    refuse_elsewhere(config)
+    return make_cpu_device(config, progress)
 
 
 def assemble(
@@ -169,10 +125,11 @@ def assemble(
     limit = max_model_len_of(model_config, config)
     lowered = compile_model(model_config, device, limit)
     checkpoint.expect(expected_shapes(lowered.parameters))
-    pool_size = size_kv_pool(model_config, device, config, limit, lowered)
+    taken = weight_bytes(lowered.parameters, checkpoint, device)
+    pool_size = size_kv_pool(model_config, device, config, limit, lowered, taken)
     if pool_size.max_model_len < limit:  # rope tables for the positions that can occur
         lowered = compile_model(model_config, device, pool_size.max_model_len)
-    weights = load_weights(lowered.parameters, checkpoint, device, weight_progress(lowered, on_progress))
+    weights = load_weights(lowered.parameters, checkpoint, device, weight_progress(lowered, taken, on_progress))
     scheduler = make_scheduler(config, pool_size.num_blocks, pool_size.max_model_len)
     dims = {
         "T": scheduler.max_num_batched_tokens,
@@ -182,18 +139,43 @@ def assemble(
         "N": pool_size.num_blocks,
         "S": config.block_size,
     }
-    runner = Runner(Program(lowered, device, dims, weights), config.block_size)
+    program = Program(lowered, device, dims, weights)
+    eos = eos_token_ids(checkpoint, model_config, tokenizer)
+    runner = Runner(program, config.block_size, make_chooser(program, model_config, eos))
+    runner.capture(config.cudagraph_capture_sizes or ())
     engine = Engine(
         model_config,
         tokenizer,
         scheduler,
         runner,
-        eos_token_ids=eos_token_ids(checkpoint, model_config, tokenizer),
+        eos_token_ids=eos,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
+        runs_ahead=runs_ahead(config, device),
     )
     log.info("%s", pool_size.describe())
     return Started(engine, checkpoint, lowered, pool_size)
+
+
+def make_chooser(program: Program, model_config: ModelConfig, eos: frozenset[int]) -> TokenChooser:
+    """What chooses tokens: a GPU itself, else the host."""
+    if cuda := as_cuda(program.device):
+        return cuda_device.make_chooser(program, cuda, model_config.vocab_size, eos)
+    return HostChooser(model_config.vocab_size, program.device.read, row_kernels(program.device))
+
+
+def as_cuda(device: Device) -> CudaDevice | None:
+    if device.name != "cuda":
+        return None
+    from lean_engine.runtime.cuda.device import CudaDevice
+
+    assert isinstance(device, CudaDevice)
+    return device
+
+
+def runs_ahead(config: EngineConfig, device: Device) -> bool:
+    """Whether steps are launched before the results of those before them are read; see Engine."""
+    return device.name == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
@@ -206,11 +188,6 @@ def has_own_head(checkpoint: Checkpoint) -> bool:
 
 def compile_model(model_config: ModelConfig, device: Device, max_positions: int) -> Lowered:
     return lower(optimize(models.build(model_config, device.compute_dtype, max_positions)))
-
-
-def weight_bytes(lowered: Lowered) -> int:
-    """Bytes of everything that is loaded; rope tables, which depend on the context, apart."""
-    return sum(p.value.type.num_bytes({}) for p in lowered.parameters if not isinstance(p.source, RopeTable))
 
 
 def load_tokenizer(checkpoint: Checkpoint, is_optional: bool) -> Tokenizer | None:
@@ -232,20 +209,21 @@ def max_model_len_of(model_config: ModelConfig, config: EngineConfig) -> int:
 
 
 def size_kv_pool(
-    model_config: ModelConfig, device: Device, config: EngineConfig, limit: int, lowered: Lowered
+    model_config: ModelConfig, device: Device, config: EngineConfig, limit: int, lowered: Lowered, taken: int
 ) -> PoolSize:
-    """How many blocks fit beside the weights; a context that the user left open shrinks to the pool."""
-    free_bytes, taken = device.memory_bytes(), weight_bytes(lowered)
+    """How many blocks fit beside weights of `taken` bytes; a context that the user left open shrinks to the pool."""
+    free_bytes = device.memory_bytes()
     if taken > free_bytes:
+        as_type = "" if device.matrix_formats else f" as {device.compute_dtype}"
         raise OutOfMemory(
-            f"the weights need {format_bytes(taken)} as {device.compute_dtype}, "
-            f"{format_bytes(free_bytes)} of memory are free"
+            f"the weights need {format_bytes(taken)}{as_type}, {format_bytes(free_bytes)} of memory are free"
         )
     available_bytes, memory_share = free_bytes - taken, CPU_MEMORY_SHARE
     utilization = config.gpu_memory_utilization or (GPU_MEMORY_UTILIZATION if device.name == "cuda" else None)
     is_given = config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None
+    if utilization is not None:
+        taken += workspace_bytes(lowered, device, config, model_config.vocab_size, limit)
     if utilization is not None and not is_given:
-        taken += workspace_bytes(lowered, device, config, limit)
         allowed = int(device.total_memory_bytes() * utilization)
         if taken > allowed:
             raise OutOfMemory(
@@ -254,7 +232,7 @@ def size_kv_pool(
                 f"of {format_bytes(device.total_memory_bytes())}"
             )
         available_bytes, memory_share = min(allowed, free_bytes) - taken, 1.0
-    element_bytes = dtype(device.compute_dtype).num_bytes
+    element_bytes = dtype(device.kv_cache_dtype).num_bytes
     block_bytes = kv_bytes_per_block(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size, element_bytes
     )
@@ -274,15 +252,19 @@ def size_kv_pool(
     if pool_size.kv_bytes > free_bytes - taken:
         raise OutOfMemory(
             f"{pool_size.num_blocks} KV blocks need {format_bytes(pool_size.kv_bytes)}, "
-            f"{format_bytes(free_bytes - taken)} of memory are free beside the weights"
+            f"{format_bytes(max(0, free_bytes - taken))} of memory are free beside the weights"
         )
     return pool_size
 
 
-def workspace_bytes(lowered: Lowered, device: Device, config: EngineConfig, max_model_len: int) -> int:
-    """The arena of the largest step: activations and the scratch of kernels."""
-    dims = step_dims(largest_step(config, max_model_len), max_model_len, config.block_size)
-    return plan_memory(lowered, dims, device.workspace_bytes).arena_bytes
+def workspace_bytes(lowered: Lowered, device: Device, config: EngineConfig, vocab_size: int, max_model_len: int) -> int:
+    """What the largest step needs: activations, the scratch of kernels, rope tables, inputs; and the device itself."""
+    largest = largest_step(config, max_model_len)
+    dims = step_dims(largest, max_model_len, config.block_size)
+    arena_bytes = plan_memory(lowered, dims, device.workspace_bytes).arena_bytes
+    cuda = as_cuda(device)
+    own = 0 if cuda is None else own_bytes(cuda, lowered, config, vocab_size, max_model_len)
+    return workspace_of(lowered, arena_bytes, largest, max_model_len, config.block_size).num_bytes + own
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -293,8 +275,9 @@ def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: 
     return frozenset(i for i in named if i < model_config.vocab_size)
 
 
-def weight_progress(lowered: Lowered, on_progress: Progress | None) -> Callable[[int], None]:
-    total = sum(p.value.type.num_bytes({}) for p in lowered.parameters)
+def weight_progress(lowered: Lowered, num_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:
+    """What tells on_progress of each weight; num_bytes of them, and rope tables."""
+    total = num_bytes + sum(p.value.type.num_bytes({}) for p in lowered.parameters if isinstance(p.source, RopeTable))
     done = 0
 
     def advance(num_bytes: int) -> None:

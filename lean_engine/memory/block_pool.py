@@ -11,7 +11,7 @@ last block first, so the least recently used are evicted first and, of one reque
 what they hang on.
 
 What is known of a block stands in arrays under its id, not in an object of its own: a pool of a million blocks is built
-at once, takes 36 MB, and gives Python's garbage collector nothing to walk over.
+at once, takes 37 MB, and gives Python's garbage collector nothing to walk over.
 
 Misuse (freeing a block that nobody holds, asking for more than is free) is a bug of the caller: IntegrityError.
 """
@@ -62,6 +62,7 @@ class BlockPool:
         self._ref_counts = array("i", bytes(4 * num_blocks))  # holders
         self._keys: list[BlockKey | None] = [None] * num_blocks  # under which a block is published
         self._published: dict[BlockKey, int] = {}  # the other way round
+        self._is_published = bytearray(num_blocks)  # 1 where a block has a key, for whoever looks at all of them
         self._granted_at = array("d", bytes(8 * num_blocks))  # by the pool's clock
         self._freed_at = array("d", bytes(8 * num_blocks))  # when the last holder left
         # The free list is a ring closed by the null block: next of the null block is its head, previous its tail.
@@ -167,10 +168,12 @@ class BlockPool:
                 return False
             self._remove(twin)
             self._keys[twin] = None
+            self._is_published[twin] = 0
             self.num_cached -= 1
             self._release(twin)
             self._published[key] = block_id
         self._keys[block_id] = key
+        self._is_published[block_id] = 1
         return True
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -190,6 +193,7 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 self.lifetime.observe(self.now - self._granted_at[block_id])
         self._published.clear()
+        self._is_published = bytearray(self.num_blocks)
         self.num_cached = 0
 
     def free_block_ids(self) -> Iterator[int]:
@@ -198,6 +202,13 @@ class BlockPool:
         while block != NULL_BLOCK_ID:
             yield block
             block = self._next[block]
+
+    def occupancy(self) -> tuple[bytes, bytes]:
+        """By block id: the holders of every block, as int32, and 1 or 0 for each that can be found by its key or not.
+
+        Copies of memory, quick enough to be taken between two steps: about 1 ms for a million blocks.
+        """
+        return self._ref_counts.tobytes(), bytes(self._is_published)
 
     def check(self) -> None:
         """Prove that links, counts and holders agree. O(n); IntegrityError names the first contradiction."""
@@ -215,6 +226,8 @@ class BlockPool:
         keyed = [block for block, key in enumerate(self._keys) if key is not None]
         if len(keyed) != len(self._published) or any(self._published.get(self._keys[b]) != b for b in keyed):
             raise IntegrityError(f"{len(keyed)} blocks have a key, {len(self._published)} keys are published")
+        if [block for block, flag in enumerate(self._is_published) if flag] != keyed:
+            raise IntegrityError(f"{sum(self._is_published)} blocks count as published, {len(keyed)} have a key")
         num_cached = sum(self._ref_counts[block] == 0 for block in keyed)
         if num_cached != self.num_cached:
             raise IntegrityError(f"{num_cached} free blocks are cached, {self.num_cached} were counted")
@@ -242,6 +255,7 @@ class BlockPool:
         """Forget what is cached in a free block that is being granted."""
         del self._published[self._keys[block]]
         self._keys[block] = None
+        self._is_published[block] = 0
         self.num_cached -= 1
         self.num_evictions += 1
         self.lifetime.observe(self.now - self._granted_at[block])

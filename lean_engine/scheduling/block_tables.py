@@ -75,7 +75,8 @@ class BlockTables:
 
     def num_missing_soon(self, request: Request) -> int:
         """Blocks it lacks for its known tokens and one block of growth, as far as it can grow at all."""
-        return self.num_missing(request, min(len(request.token_ids) + self.block_size, request.max_total_tokens))
+        num_known = max(len(request.token_ids), request.num_computed_tokens + 1)  # with one that is being sampled
+        return self.num_missing(request, min(num_known + self.block_size, request.max_total_tokens))
 
     def start(self, request: Request, hits: list[int], num_tokens: int) -> None:
         """Give a request the cached blocks it starts from and blocks that cover `num_tokens` in all."""
@@ -94,12 +95,12 @@ class BlockTables:
         request.num_slots += num_blocks * self.block_size
         self.num_blocks += num_blocks
 
-    def publish(self, request: Request) -> None:
-        """Let the blocks be found that its computed tokens have filled; num_computed_tokens >= publish_at."""
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Let the blocks be found that its first `num_tokens` have filled: computed, known, and at least publish_at."""
         assert self.block_keys is not None
         keys, block_size = request.block_keys, self.block_size
-        self.block_keys.extend(keys, request.token_ids, request.num_computed_tokens, request.extra_keys)
-        num_full = request.num_computed_tokens // block_size
+        self.block_keys.extend(keys, request.token_ids, num_tokens, request.extra_keys)
+        num_full = num_tokens // block_size
         for i in range(request.publish_at // block_size - 1, num_full):
             self.pool.publish(request.block_table[i], keys[i])
         request.publish_at = (num_full + 1) * block_size

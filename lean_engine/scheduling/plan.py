@@ -50,6 +50,6 @@ class StepPlan:
 
     @property
     def scheduled(self) -> list[ScheduledChunk]:
-        """Decodes too as chunks, in the order of the layout; for checks and displays, before the plan is applied."""
-        decodes = [ScheduledChunk(request, request.num_computed_tokens, 1, 1, True) for request in self.decodes]
+        """Decodes too as chunks, in the order of the layout; for checks and displays, before the next plan."""
+        decodes = [ScheduledChunk(request, request.num_computed_tokens - 1, 1, 1, True) for request in self.decodes]
         return decodes + self.chunks

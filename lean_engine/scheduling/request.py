@@ -46,11 +46,12 @@ class Request:
         arrival_time, first_scheduled_time, first_token_time, finished_time: seconds, on the caller's clock.
         max_total_tokens: prompt and output at most, max_model_len considered; set when the request is added.
         block_table: ids of the KV blocks it holds, in token order.
-        num_computed_tokens: tokens whose keys and values are in those blocks.
+        num_computed_tokens: tokens whose keys and values are in those blocks, or will be by a step that is in flight.
         order: (priority, arrival number), ascending in the order of service; set when the request is added.
         block_keys: keys of its full blocks in the prefix cache, as far as they are known.
         num_slots: tokens that its blocks have room for.
-        is_caught_up: its latest token was sampled and is the only one to compute: the next chunk is a decode.
+        is_caught_up: its latest token was sampled, or is being, and is the only one to compute: its next chunk is a
+            decode.
         num_waiting_tokens: what it had to compute when it was queued, cached blocks apart.
         publish_at: computed tokens at which its next full block is published; NEVER if it publishes none.
         num_cached_tokens: prompt tokens that the prefix cache held when it was first admitted.

@@ -4,19 +4,23 @@ One mechanism: a request has `num_tokens` known and `num_computed_tokens` comput
 chunk. A decode is a chunk of one token; a long prompt takes several chunks; a preempted request starts over and its
 output so far is computed like a prompt. There is no prefill phase and no decode phase.
 
-A step: `plan()` grants tokens and blocks, the caller computes and samples, `apply()` takes the sampled tokens. Always:
+A step: `plan()` grants tokens and blocks, the caller computes and samples, `apply()` takes the sampled tokens. One step
+may be planned ahead, before the step in flight is applied: what has been planned counts as computed, and a token that
+is being sampled counts as the request's next. So nothing of a plan hangs on tokens that nobody knows yet. Always:
 
 - Every running request moves in every step: those behind it in the order keep one token and one row of logits each.
+  (Ahead, one that is sure to end with the step in flight does not.)
 - The order is (priority, arrival), priority counting only under that policy. Running requests stand in it. When blocks
-  run out the last one is preempted, so the first always gets to its end.
+  run out the last one is preempted, so the first always gets to its end. No step ahead preempts: where it lacks blocks
+  there is no plan until the step in flight is applied.
 - Waiting requests are admitted in that order, and nobody passes one that lacks blocks. A short one passes a long one
   that lacks tokens: while short prompts wait or run, long ones leave them up to half of the tokens that decodes leave.
 - A request is admitted when the free blocks cover all its known tokens, what the running still lack for theirs, and a
   block of growth for each of them. So it takes no block that is needed in the next steps, and is not preempted again
   before it has caught up and moved on. A step that preempts admits nobody.
-- Blocks are published in the prefix cache when they are full. A waiting request is looked up when its turn comes, and
-  is held back while the very block it needs next is computed by another; its place is kept, and it is passed only by
-  requests that this step computes to their last token.
+- Blocks are published in the prefix cache when they are full and all their tokens known. A waiting request is looked up
+  when its turn comes, and is held back while the very block it needs next is computed by another; its place is kept,
+  and it is passed only by requests that this step computes to their last token.
 - What can never fit is refused by `add()`, so a request that is alone always runs to its end.
 
 Longer than other files here, because these rules only hold together.
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from itertools import islice
 from operator import attrgetter
 
 from lean_engine.config import POLICIES
@@ -110,6 +115,7 @@ class Scheduler:
         self._running: list[Request] = []  # in order
         self._waiting = WaitingQueue(self._limits.long_threshold)
         self._catching_up: list[Request] = []  # those that had tokens left to compute after the last step
+        self._in_flight: list[StepPlan] = []  # planned and not applied, in order
         self._num_added = 0
         self._has_finished = False  # among the running, in the step that is being applied
         self._awaits_blocks = False  # whose turn it is found too few blocks; only decodes have run since
@@ -140,6 +146,11 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    def unfinished(self, max_waiting: int) -> tuple[list[Request], list[Request]]:
+        """Those that run, in order, and of the others the `max_waiting` that came first. For displays."""
+        others = (request for request in self._requests.values() if request.status is not RequestStatus.RUNNING)
+        return list(self._running), list(islice(others, max_waiting))
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -202,37 +213,95 @@ class Scheduler:
     # -- a step
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """Decide the next step and grant its blocks; None if there is nothing to do. `now` stamps first admissions."""
+        """Decide the next step and grant its blocks. `now` stamps first admissions.
+
+        Returns:
+            None if there is nothing to do, or, with a step in flight, if the next one hangs on its results.
+        """
         self.pool.now = now
+        self._publish_prompts_in_flight()
+        if self._last_plan.chunks:
+            self._awaits_blocks = False  # prompts are nearer to their end, and blocks may be shared that were not
         step = Step(self._limits, len(self._running), self._num_short_tokens())
         self._schedule_running(step)
+        if step.lacks_blocks:
+            return None
         if not step.preempted:
             self._schedule_waiting(step, now)
-            while not (step.decodes or step.chunks) and self._waiting:
+            while not self._running and self._waiting:
                 self._fail_first(step, now)
         self._use_up(step)
         plan = step.plan()
+        self._check_plan(plan, step.num_ending)
+        if not (plan.num_requests or plan.preempted or plan.failed):
+            if self._requests and not self._in_flight:
+                raise IntegrityError(f"nothing runs and nothing can be admitted, but {len(self._requests)} wait")
+            return None
+        self._advance(plan)
+        return plan
+
+    def _publish_prompts_in_flight(self) -> None:
+        """Whatever is computed from now on may read what the step in flight computes of prompts."""
+        for plan in self._in_flight:
+            for chunk in plan.chunks:
+                if not chunk.request.is_finished:
+                    self._publish(chunk)
+
+    def _publish(self, chunk: ScheduledChunk) -> None:
+        end = chunk.start + chunk.num_tokens
+        if end >= chunk.request.publish_at:
+            self.tables.publish(chunk.request, end)
+
+    def _check_plan(self, plan: StepPlan, num_ending: int) -> None:
         if (
             plan.num_tokens > self.max_num_batched_tokens
             or plan.num_logit_rows > self.max_num_logit_rows
-            or plan.num_requests != len(self._running)
+            or plan.num_requests + num_ending != len(self._running)
         ):
             raise IntegrityError(
                 f"step overdrawn: {plan.num_tokens} tokens, {plan.num_logit_rows} rows of logits, "
-                f"{plan.num_requests} of {len(self._running)} running requests scheduled"
+                f"{plan.num_requests} of {len(self._running)} running requests scheduled, {num_ending} end before it"
             )
-        if not (plan.num_requests or plan.preempted or plan.failed):
-            if self._requests:
-                raise IntegrityError(f"nothing runs and nothing can be admitted, but {len(self._requests)} wait")
-            return None
+
+    def _advance(self, plan: StepPlan) -> None:
+        """From here on the plan's tokens count as computed, and the tokens it samples as known."""
+        for request in plan.decodes:
+            request.num_computed_tokens += 1
+        self._catching_up = []
+        for chunk in plan.chunks:
+            request, end = chunk.request, chunk.start + chunk.num_tokens
+            request.num_computed_tokens = end
+            if request.needs_prompt_logits:
+                request.num_prompt_logits = max(request.num_prompt_logits, min(end, request.num_prompt_tokens))
+            has_one_left = end + 1 == request.num_tokens and request.num_output_tokens > 0
+            request.is_caught_up = chunk.samples or has_one_left
+            if end < request.num_tokens and not has_one_left:
+                self._catching_up.append(request)
+        self.tables.num_resident_tokens += plan.num_tokens
         self._last_plan = plan
-        return plan
+        self._in_flight.append(plan)
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Take back the latest plan, which was not computed; its blocks stay with their requests."""
+        if not self._in_flight or self._in_flight.pop() is not plan:
+            raise IntegrityError("a step is withdrawn that is not the latest in flight")
+        for chunk in plan.scheduled:
+            request, end = chunk.request, chunk.start + chunk.num_tokens
+            if request.is_finished:
+                continue
+            self.tables.num_resident_tokens -= chunk.num_tokens
+            request.num_computed_tokens = chunk.start
+            if request.needs_prompt_logits and chunk.num_logit_rows:
+                request.num_prompt_logits = min(request.num_prompt_logits, end - chunk.num_logit_rows)
+        for chunk in plan.chunks:
+            chunk.request.is_caught_up = False
+        self._catching_up = [chunk.request for chunk in plan.chunks]
 
     def apply(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> list[StepUpdate]:
-        """Take the step's results: advance counters, append tokens, end what is complete and free its blocks.
+        """Take a step's results: append tokens, publish what is full, end what is complete and free its blocks.
 
         Args:
-            plan: the plan that was computed, once.
+            plan: the plan that was computed, once; the oldest in flight.
             sampled: per decode, then per chunk of the plan, its new token ids: at least one where the plan samples,
                 else none. What follows a token that ends the request is dropped.
             now: seconds, stamped on first tokens and ends.
@@ -244,11 +313,10 @@ class Scheduler:
         num_decodes = len(plan.decodes)
         if len(sampled) != plan.num_requests:
             raise IntegrityError(f"{plan.num_requests} requests were planned, results of {len(sampled)} were given")
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise IntegrityError("results are given of a step that is not the oldest in flight")
         self.pool.now = now
         self._count_step(plan)
-        self._catching_up = []
-        if plan.chunks:
-            self._awaits_blocks = False  # prompts are nearer to their end, and blocks may be shared that were not
         updates = self._apply_decodes(plan.decodes, sampled, now)
         for chunk, tokens in zip(plan.chunks, sampled[num_decodes:], strict=True):
             if chunk.request.finish_reason is None:  # not ended since the plan was made
@@ -256,22 +324,21 @@ class Scheduler:
         if self._has_finished:
             self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
             self._has_finished = False
+        del self._in_flight[0]
         return updates
 
     def _apply_decodes(self, decodes: list[Request], sampled: Sequence[Sequence[int]], now: float) -> list[StepUpdate]:
         """The part of a step that is as long as the batch, so every line of it counts."""
         updates: list[StepUpdate] = []
-        self.tables.num_resident_tokens += len(decodes)
         for request, tokens in zip(decodes, sampled, strict=False):  # what `sampled` has beyond belongs to chunks
             if request.finish_reason is not None:  # ended since the plan was made
-                self.tables.num_resident_tokens -= 1
                 continue
-            end = request.num_computed_tokens + 1
-            request.num_computed_tokens = end
+            token_ids = request.token_ids
+            end = len(token_ids)  # the step computed the last of them
             if end >= request.publish_at:
-                self.tables.publish(request)
+                self.tables.publish(request, end)
             if len(tokens) == 1 and end + 1 < request.max_total_tokens and tokens[0] not in request.ending_token_ids:
-                request.token_ids.append(tokens[0])
+                token_ids.append(tokens[0])
                 updates.append((request, tokens))
             else:
                 self._append(request, tokens, now, updates)
@@ -284,36 +351,23 @@ class Scheduler:
         updates.append((request, request.append(tokens)))
         if request.finish_reason is not None:
             self._end(request, now)
-        else:
-            self._note_progress(request)
+        elif request.num_tokens > request.num_computed_tokens + 1:  # several tokens were sampled
+            request.is_caught_up = False
+            self._catching_up.append(request)
 
     def _apply_chunk(self, chunk: ScheduledChunk, tokens: Sequence[int], now: float, updates: list[StepUpdate]) -> None:
         request = chunk.request
         if (not tokens) is chunk.samples:
             raise IntegrityError(f"{len(tokens)} sampled tokens for {request!r}, whose chunk has {chunk.samples=}")
-        end = request.num_computed_tokens = chunk.start + chunk.num_tokens
-        self.tables.num_resident_tokens += chunk.num_tokens
-        if end >= request.publish_at:
-            self.tables.publish(request)
-        if request.needs_prompt_logits:
-            request.num_prompt_logits = max(request.num_prompt_logits, min(end, request.num_prompt_tokens))
+        self._publish(chunk)
         if chunk.samples:
             if request.first_token_time is None:
                 request.first_token_time = now
             self._append(request, tokens, now, updates)
-        elif end == request.max_total_tokens:  # max_tokens is 0: the prompt was all there is to compute
+        elif chunk.start + chunk.num_tokens == request.max_total_tokens:  # max_tokens is 0: the prompt was all
             request.finish_reason = "length"
             updates.append((request, tokens))
             self._end(request, now)
-        else:
-            self._note_progress(request)
-
-    def _note_progress(self, request: Request) -> None:
-        """Tell a request whose next chunk is a decode from one that is catching up."""
-        has_one_left = request.num_tokens == request.num_computed_tokens + 1
-        request.is_caught_up = has_one_left and request.num_output_tokens > 0
-        if not request.is_caught_up:
-            self._catching_up.append(request)
 
     def _end(self, request: Request, now: float) -> None:
         assert request.finish_reason is not None
@@ -332,9 +386,12 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> None:
         """Give every running request its next chunk, preempting from the end of the order while blocks are short."""
-        decodes = step.decodes
+        decodes, is_ahead = step.decodes, bool(self._in_flight)
         for request in self._running:  # may lose requests at its end, behind this one, to preemption
             start = request.num_computed_tokens
+            if is_ahead and start + 1 >= request.max_total_tokens:  # its last token is being sampled
+                step.num_ending += 1
+                continue
             if request.is_caught_up:
                 if start >= request.num_slots and not self._make_room(request, start + 1, step):
                     return
@@ -413,9 +470,14 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
 
     def _make_room(self, request: Request, end: int, step: Step) -> bool:
-        """Extend the block table to cover `end` tokens; False if the request itself had to be preempted."""
+        """Extend the block table to cover `end` tokens; False if the request itself had to be preempted, or had to be
+        but must not, since a step is in flight.
+        """
         num_missing = max(0, self.tables.num_missing(request, end))
         while num_missing > self.pool.num_free:
+            if self._in_flight:
+                step.lacks_blocks = True
+                return False
             victim = self._running.pop()  # never one that this step has scheduled: those stand before `request`
             self._preempt(victim)
             step.preempt(victim)
@@ -528,9 +590,9 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 raise IntegrityError(f"among the running: {request!r}")
             num_missing = request.num_tokens - request.num_computed_tokens
-            if num_missing < 1:
+            if num_missing < 1 - len(self._in_flight):
                 raise IntegrityError(f"runs with nothing to compute: {request!r}")
-            if request.is_caught_up and (num_missing > 1 or request.num_output_tokens == 0):
+            if request.is_caught_up and (num_missing > 1 or (num_missing == 1 and request.num_output_tokens == 0)):
                 raise IntegrityError(f"counts as caught up: {request!r}")
         for request in waiting:
             if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.block_table:

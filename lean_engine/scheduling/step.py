@@ -36,6 +36,8 @@ class Step:
         tokens_for_short: of spare_tokens, what long prompts leave alone.
         decodes, chunks: what is scheduled.
         num_ahead: tokens that the requests with chunks still had to compute, these chunks included.
+        num_ending: running requests that end with the step in flight and have no part in this one.
+        lacks_blocks: a request would have to be preempted, with a step in flight; the step is given up.
         preempted, failed: as in StepPlan.
     """
 
@@ -49,6 +51,8 @@ class Step:
         self.preempted: list[Request] = []
         self.failed: list[tuple[Request, str]] = []
         self.num_ahead = 0
+        self.num_ending = 0
+        self.lacks_blocks = False
         self._in_flight: dict[BlockKey, Request] = {}  # key → who computes its block, of the first _num_keyed chunks
         self._num_keyed = 0
 

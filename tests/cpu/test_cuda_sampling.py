@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_kernel_running import ORDERS, Array
-from cuda_sampling_running import Answer, DeviceSampler, ask, compare, sample_on_cpu, sample_on_device
+from cuda_sampling_running import Answer, DeviceSampler, Form, ask, compare, sample_on_cpu, sample_on_device
 
 from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.errors import ConfigError
@@ -207,6 +207,36 @@ def test_penalties_and_biases_round_as_on_the_cpu() -> None:
     assert 7 not in compare(rows, answers, ONE_ORDER).token_ids
     rows[:, 7] = np.nextafter(rows[:, 7], np.float32(np.inf))  # and one that loses if they come out higher
     assert set(compare(rows, answers, ONE_ORDER).token_ids) == {7}
+
+
+@SMALL
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_forms_leave_what_they_allow_and_a_finished_one_ends_all_else(
+    temperature: float, is_done: bool, vocab_size: int
+) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"top_k": 3, "top_p": 0.8},
+        {"logit_bias": {2: 9.0, 5: 50.0, 6: -5.0}, "repetition_penalty": 1.4},
+        {"min_tokens": 4, "stop_token_ids": [6], "bad_words": [(4, 2), (7,)]},
+        {"allowed_token_ids": [0, 2, 6], "logprobs": 3},
+        {"min_p": 0.1},
+    ]
+    allowed: list[list[int]] = [[2], [0, 1, 5, 6, 7], [2, 5, 6], [2, 3, 6, 7], [2, 6, 7], list(range(vocab_size))]
+    logits = normal(7, vocab_size, 2)
+    answers = [
+        ask([1, 4], [5], temperature=temperature, max_tokens=99, form=Form(ids, vocab_size, is_done), **one)
+        for ids, one in zip(allowed, options, strict=True)
+    ]
+    answers.append(ask([1, 4], [5], temperature=temperature))  # held to none, beside the others
+    tokens = compare(logits, answers, ORDERS[:2]).token_ids
+    assert all(token in ids for token, ids in zip(tokens, allowed, strict=False))
+
+
+def test_form_that_leaves_no_token_is_an_error_of_its_row() -> None:
+    answers = [ask(form=Form([], 40)), ask(form=Form([3], 40), allowed_token_ids=[4]), ask()]
+    assert [error is None for error in compare(normal(3, 40), answers, ONE_ORDER).errors] == [False, False, True]
 
 
 def test_bad_word_needs_all_its_tokens_in_the_output() -> None:

@@ -107,7 +107,8 @@ def test_every_part_runs_on_the_emulated_device(tmp_path: Path) -> None:
     assert all(row["cases"] > 0 for row in rows["kernels"])
     assert {row["title"].split()[0] for row in rows["models"]} == {"llama", "qwen3-moe"}
     assert all(row["us"] > 0 for part in ("ceilings", "gemm", "sampler") for row in rows[part])
-    assert {"graph_ms", "wall_ms"} <= {name for row in rows["decode"] for name in row}
+    assert {"graph_ms", "wall_ms", "idle_percent"} <= {name for row in rows["decode"] for name in row}
+    assert {row["is_ahead"] for row in rows["decode"] if "is_ahead" in row} == {True, False}
     assert [row for row in rows["decode"] if "roofline" in row], "the bandwidth was not handed on"
     assert len(lines(tmp_path / "rows.jsonl")) == sum(map(len, rows.values()))
     for part in PARTS:

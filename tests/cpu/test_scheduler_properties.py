@@ -1,4 +1,4 @@
-"""Properties of the scheduler under random loads, on a device of a few lines.
+"""Properties of the scheduler under random loads, on a device of a few lines; step by step, and one step ahead.
 
 The device keeps one token per KV slot and "computes" the next token as a checksum of what it reads back through the
 block table: a block granted twice, shared wrongly or cached under another's key, a token skipped or computed twice in
@@ -57,31 +57,51 @@ def output_alone(request: Request, max_model_len: int) -> tuple[list[int], str, 
 
 
 class Device:
-    """KV slots that hold token ids."""
+    """KV slots that hold token ids. It knows what it has sampled before anybody else does, and which answers ended."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots = [-1] * (num_blocks * block_size)
+        self.token_ids: dict[Request, list[int]] = {}
 
     def compute(self, chunk: ScheduledChunk, num_sampled: int) -> list[int]:
         """Write the chunk's tokens, then continue what is read back by `num_sampled` tokens if the chunk samples."""
         request, end = chunk.request, chunk.start + chunk.num_tokens
+        own = self.token_ids.setdefault(request, request.prompt_token_ids)
+        if has_ended(request, own):
+            return []
+        assert own[: request.num_tokens] == request.token_ids
         slots = [
             request.block_table[position // self.block_size] * self.block_size + position % self.block_size
             for position in range(end)
         ]
         for position in range(chunk.start, end):
-            self.slots[slots[position]] = request.token_ids[position]
+            self.slots[slots[position]] = own[position]
         if not chunk.samples:
             return []
         context = [self.slots[slot] for slot in slots]
         for _ in range(num_sampled):
             context.append(next_token(context))
+            own.append(context[-1])
+            if has_ended(request, own):
+                break
         return context[end:]
 
 
+def has_ended(request: Request, token_ids: list[int]) -> bool:
+    num_output = len(token_ids) - request.num_prompt_tokens
+    if num_output == 0:
+        return False
+    can_stop = num_output >= request.min_tokens
+    return len(token_ids) >= request.max_total_tokens or (can_stop and token_ids[-1] in request.ending_token_ids)
+
+
 class Simulation:
-    """A scheduler over a device; every step is checked against what any step promises."""
+    """A scheduler over a device; every step is checked against what any step promises.
+
+    Args:
+        depth: 1 plans and computes a step before the one before it is applied.
+    """
 
     def __init__(
         self,
@@ -96,6 +116,7 @@ class Simulation:
         cache: str | None = None,
         policy: str = "fcfs",
         long_prefill_token_threshold: int | None = 0,
+        depth: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.device = Device(num_blocks, block_size)
@@ -125,6 +146,10 @@ class Simulation:
         # The reserve reckons with one new token per request and step, and with chunks that only the token budget cuts.
         self.is_reserve_exact = self.is_in_order
         self.num_finished = 0
+        self.depth = depth
+        self.in_flight: list[tuple[StepPlan, list[ScheduledChunk], list[list[int]]]] = []
+        self.num_ahead = 0
+        self.num_discarded = 0  # tokens sampled for a request that had ended
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -143,16 +168,33 @@ class Simulation:
 
     def step(self, num_sampled: int = 1, between: Callable[[], None] = lambda: None) -> None:
         self.is_reserve_exact &= num_sampled == 1
+        while len(self.in_flight) <= (self.depth if num_sampled == 1 else 0) and self.launch(num_sampled):
+            pass
+        between()
+        if self.in_flight:
+            self.take()
+        else:
+            assert not self.requests
+
+    def launch(self, num_sampled: int) -> bool:
+        """Plan and compute a step; False if there is none."""
         plan = self.scheduler.plan(now=1.0)
         if plan is None:
-            assert not self.requests
-            return
+            assert self.in_flight or not self.requests
+            return False
         self._check_plan(plan)
         self.scheduler.check()
         self._check_sharing()
-        sampled = [self.device.compute(chunk, num_sampled) for chunk in plan.scheduled]
-        between()
-        live = [chunk for chunk in plan.scheduled if not chunk.request.is_finished]
+        self.num_ahead += bool(self.in_flight)
+        chunks = plan.scheduled
+        self.in_flight.append((plan, chunks, [self.device.compute(chunk, num_sampled) for chunk in chunks]))
+        return True
+
+    def take(self) -> None:
+        """Apply the oldest step."""
+        plan, chunks, sampled = self.in_flight.pop(0)
+        live = [chunk for chunk in chunks if not chunk.request.is_finished]
+        self.num_discarded += sum(c.samples and c.request.is_finished for c in chunks)
         updates = self.scheduler.apply(plan, sampled, now=2.0)
         for chunk in live:
             end = chunk.start + chunk.num_tokens
@@ -195,10 +237,14 @@ class Simulation:
         scheduler, chunks = self.scheduler, plan.scheduled
         assert 0 < plan.num_tokens == sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
         assert plan.num_logit_rows == sum(chunk.num_logit_rows for chunk in chunks) <= scheduler.max_num_logit_rows
-        assert len(chunks) == scheduler.num_running <= self.max_num_seqs
+        scheduled = {chunk.request for chunk in chunks}
+        ending = [request for request in scheduler._running if request not in scheduled]
+        assert len(chunks) + len(ending) == scheduler.num_running <= self.max_num_seqs
+        assert all(self.in_flight and r.num_tokens + 1 >= r.max_total_tokens for r in ending)
         assert all(chunk.num_tokens > 0 for chunk in chunks)
-        assert all(chunk.start == chunk.request.num_computed_tokens for chunk in chunks)
-        running = {chunk.request.request_id for chunk in chunks}
+        assert all(chunk.start + chunk.num_tokens == chunk.request.num_computed_tokens for chunk in chunks)
+        assert not (plan.preempted and self.in_flight)
+        running = {request.request_id for request in scheduler._running}
         if self.is_in_order:
             in_order = sorted(self.requests.values(), key=lambda request: request.order)
             assert running == {request.request_id for request in in_order[: len(running)]}
@@ -223,6 +269,8 @@ class Simulation:
         self.num_finished += 1
 
     def check_idle(self) -> None:
+        while self.in_flight:
+            self.take()
         assert not self.scheduler.has_work()
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert self.scheduler._requests == {}
@@ -258,6 +306,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.sampled_from(CACHES),
         policy=st.sampled_from(["fcfs", "priority"]),
         long_prefill_token_threshold=st.sampled_from([None, 0, 1, 5]),
+        depth=st.integers(0, 1),
     )
     def start(self, num_usable: int, enable_chunked_prefill: bool, **limits: Any) -> None:
         if not enable_chunked_prefill:
@@ -349,9 +398,10 @@ def run_mix(rng: random.Random, num_requests: int, num_waiting: int, *, plain: b
     return simulation
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("cache", CACHES[:3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_thousand_requests_leave_nothing_behind(cache: str | None, policy: str) -> None:
+def test_a_thousand_requests_leave_nothing_behind(cache: str | None, policy: str, depth: int) -> None:
     simulation = run_mix(
         random.Random(0),
         1000,
@@ -362,15 +412,21 @@ def test_a_thousand_requests_leave_nothing_behind(cache: str | None, policy: str
         cache=cache,
         policy=policy,
         long_prefill_token_threshold=None,
+        depth=depth,
     )
     assert simulation.num_finished > 600, "the others were aborted"
+    assert (simulation.num_ahead > 1000) == (depth == 1)
+    assert simulation.num_discarded <= 1000 - simulation.num_finished + depth * 1000, "one token a request"
     assert simulation.num_preemptions > 20
     assert (simulation.num_hits > 1000) == (cache is not None)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("block_size", [1, 4, 8])
 @pytest.mark.parametrize("max_num_batched_tokens", [4, 8, 64])
-def test_no_request_is_preempted_again_without_a_new_token(block_size: int, max_num_batched_tokens: int) -> None:
+def test_no_request_is_preempted_again_without_a_new_token(
+    block_size: int, max_num_batched_tokens: int, depth: int
+) -> None:
     simulation = run_mix(
         random.Random(block_size),
         100,
@@ -379,6 +435,7 @@ def test_no_request_is_preempted_again_without_a_new_token(block_size: int, max_
         block_size=block_size,
         num_blocks=1 + 96 // block_size,
         max_num_batched_tokens=max_num_batched_tokens,
+        depth=depth,
     )
     assert simulation.num_finished == 100
     assert simulation.num_preemptions > 0
@@ -394,4 +451,5 @@ def test_output_depends_on_no_limit(seed: int, cache: str | None) -> None:
             for num_blocks in (1 + 64 // block_size, 1000):
                 limits = {"block_size": block_size, "num_blocks": num_blocks, "cache": cache}
                 limits |= {"max_num_batched_tokens": max_num_batched_tokens, "long_prefill_token_threshold": None}
-                assert run_mix(random.Random(seed), 20, 20, plain=True, **limits).num_finished == 20
+                for depth in (0, 1):
+                    assert run_mix(random.Random(seed), 20, 20, plain=True, depth=depth, **limits).num_finished == 20

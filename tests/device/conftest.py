@@ -9,15 +9,27 @@ import pytest
 from lean_engine import LLM
 from lean_engine.checkpoint import DEFAULT_MODEL
 from lean_engine.checkpoint.demo_model import demo_model_path
-from lean_engine.errors import CheckpointError
+from lean_engine.engine.cpu_device import compiled_kernels
+from lean_engine.errors import CheckpointError, ConfigError
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny"
 LoadLLM = Callable[..., LLM]
 
 
-@pytest.fixture(params=["cpu"])
+DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {"device": "cpu", "cpu_kernels": "compiled", "threads": 2},
+    "cpu-numpy": {"device": "cpu", "cpu_kernels": "numpy", "threads": 2},
+}
+
+
+@pytest.fixture(params=DEVICES)
 def device_options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"cpu": {"threads": 2}}[request.param]
+    if request.param == "cpu":
+        try:
+            compiled_kernels(progress=False)
+        except ConfigError as error:
+            pytest.skip(str(error))
+    return DEVICES[request.param]
 
 
 @pytest.fixture

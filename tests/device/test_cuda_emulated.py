@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import TINY, LoadLLM
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from lean_engine import LLM, RequestOutput, SamplingParams, models
+from lean_engine import LLM, EngineConfig, RequestOutput, SamplingParams, models
 from lean_engine.checkpoint import open_checkpoint
 from lean_engine.dtypes import numpy_dtype
+from lean_engine.engine import cuda_device, start
 from lean_engine.engine.start import compile_model
-from lean_engine.errors import ConfigError, LaunchError
+from lean_engine.errors import ConfigError, LaunchError, OutOfMemory
 from lean_engine.runtime.cpu.device import CpuDevice
-from lean_engine.runtime.cuda import cupy_module
+from lean_engine.runtime.cuda import cupy_module, moe_kernels
 from lean_engine.runtime.cuda.device import GRAPH_SIZES, CudaDevice
 from lean_engine.runtime.cuda.emulated_driver import NUMPY, EmulatedDriver
 from lean_engine.runtime.cuda.gemm_kernels import Gemm
+from lean_engine.runtime.cuda.gemm_timing import measuring_bytes
+from lean_engine.runtime.cuda.instances import KernelCall
+from lean_engine.runtime.cuda.sampling import SamplingSizes
+from lean_engine.runtime.device import LaunchArgs
 from lean_engine.runtime.weights import expected_shapes
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -36,6 +43,12 @@ PROMPTS = [[(i * 7 + j * 3) % 500 + 5 for j in range(length)] for i, length in e
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 
 MakeModel = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def device_options() -> dict[str, Any]:
+    """Of the CPU device beside it."""
+    return {"threads": 2, "cpu_kernels": "numpy"}
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +78,7 @@ def load_emulated(load_llm: LoadLLM) -> LoadLLM:
 
     def load(model: Path, **options: Any) -> LLM:
         try:
-            return load_llm(model, device="cuda-emulated", **options)
+            return load_llm(model, **{"device": "cuda-emulated", "cpu_kernels": "auto", **options})
         except ConfigError as error:
             if "emulat" in str(error) or "g++" in str(error):
                 pytest.skip(str(error))
@@ -192,6 +205,24 @@ def test_steps_of_many_sizes_share_a_few_graphs(load_emulated: LoadLLM, make_mod
     assert {size[0] for size in sizes} <= set(GRAPH_SIZES)
 
 
+def test_padded_rows_are_routed_to_no_expert(
+    load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routed: list[tuple[Any, Any]] = []  # slots and ids of each launch of a captured step
+    call = moe_kernels.moe_route_call
+
+    def listening(launch: LaunchArgs, slots: Any = None) -> KernelCall:
+        routed.append((slots, launch.outputs[1]))
+        return call(launch, slots)
+
+    monkeypatch.setattr(moe_kernels, "moe_route_call", listening)
+    llm = load_emulated(make_model("mixtral", "float16"), max_num_seqs=4)
+    llm.generate(prompts(PROMPTS[:3]), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    slots, ids = routed[-1]
+    assert (slots >= 0).tolist() == [True, True, True, False]
+    assert (ids >= 0).all(axis=1).tolist() == [True, True, True, False]
+
+
 # -- the device
 
 
@@ -287,5 +318,180 @@ def test_without_a_gpu_auto_takes_the_cpu_and_says_why(
 
 
 def test_sixteen_bits_on_the_cpu_are_refused(load_llm: LoadLLM) -> None:
-    with pytest.raises(ConfigError, match="dtype is 'bfloat16'; the CPU device computes in float32"):
+    with pytest.raises(ConfigError, match="dtype is 'bfloat16'; the NumPy kernels compute in float32"):
         load_llm("gemma3", device="cpu", dtype="bfloat16")
+
+
+# -- tokens chosen on the device, and a step ahead of the host
+
+
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=3, max_tokens=8, stop_token_ids=list(range(100, 300)), logprobs=1),
+    SamplingParams(temperature=1.0, seed=4, top_k=20, top_p=0.9, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, min_p=0.02, repetition_penalty=1.4, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=6, logit_bias={9: 5.0}, bad_words=["the"], max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=7, n=2, stop=["e", "an"], max_tokens=8, ignore_eos=True),
+]
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
+    return [
+        (a.token_ids, a.text, a.finish_reason, a.stop_reason, a.logprobs, o.prompt_logprobs)
+        for o in outputs
+        for a in o.outputs
+    ]
+
+
+def assert_same(found: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]], tolerance: float) -> None:
+    """Tokens, text and ends equal, and the chosen tokens' log-probabilities close."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine[:4] == theirs[:4]
+        for token, one, other in zip(mine[0], mine[4] or [], theirs[4] or [], strict=False):
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=tolerance)
+
+
+def test_one_step_ahead_gives_the_same_answers_over_a_driver_that_is_never_early(
+    load_emulated: LoadLLM, make_model: MakeModel
+) -> None:
+    """The emulated driver runs nothing before it is waited for: what the host overwrites too early comes out wrong."""
+    model, found, num_steps = make_model("qwen3", "float16"), [], []
+    for is_ahead in (False, True):
+        llm = load_emulated(model, async_scheduling=is_ahead, num_gpu_blocks_override=6, max_model_len=64)
+        assert llm.engine.runs_ahead is is_ahead
+        ids = [*PROMPTS, PROMPTS[1], PROMPTS[1][:20]]
+        found.append([answers(llm.generate(prompts(ids), MIXED))])
+        found[-1].append(answers(llm.generate(prompts(ids[1:2]), MIXED[1])))  # all rows of a step are too many
+        growing = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
+        found[-1].append(answers(llm.generate(prompts([PROMPTS[0], PROMPTS[2], PROMPTS[3]]), growing)))
+        assert llm.engine.scheduler.stats.num_preemptions > 0
+        assert llm.engine.runner.chooser.num_host_rows == 0
+        num_steps.append(llm.engine.num_steps)
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other, 0.01)  # batches differ, and with them which kernels multiply
+    assert num_steps[1] > num_steps[0]
+
+
+def test_the_device_chooses_what_the_host_chooses(
+    load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = make_model("llama-gqa-tied", "bfloat16"), []
+    for limit in (4096, 0):  # words of a slot's lists: with none, the host samples every request that could stop
+        monkeypatch.setattr(cuda_device, "LIST_WORDS", limit)
+        llm = load_emulated(model)
+        found.append(answers(llm.generate(prompts([*PROMPTS, PROMPTS[1], PROMPTS[1][:20]]), MIXED)))
+        assert (llm.engine.runner.chooser.num_host_rows > 0) == (limit == 0)
+    assert_same(*found, 1e-5)
+
+
+def test_requests_beyond_the_device_s_limits_are_sampled_by_the_host_beside_the_others(
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel
+) -> None:
+    model = make_model("llama-gqa-tied", "float16")
+    params = [
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=25),
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=2, logprobs=2),
+        GREEDY,
+    ]
+    wanted = load_llm(model, max_logprobs=-1).generate(prompts(PROMPTS[:3]), params)
+    llm = load_emulated(model, max_logprobs=-1)
+    found = llm.generate(prompts(PROMPTS[:3]), params)
+    assert_close(found, wanted, TOLERANCE["float16"])
+    assert [len(entry) for entry in found[0].outputs[0].logprobs or []] == [25] * 5
+    assert len(found[1].prompt_logprobs or []) == len(PROMPTS[1])
+    assert llm.engine.runner.chooser.num_host_rows == 5
+
+
+def test_damaged_logits_end_their_request_alone(load_emulated: LoadLLM, make_model: MakeModel, tmp_path: Path) -> None:
+    source = make_model("llama-gqa-tied", "float16")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.copy()
+    embedding[7] = np.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    llm = load_emulated(tmp_path)
+    bad, good = llm.generate(prompts([[5, 7, 9], [5, 8, 9]]), GREEDY)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+    assert "NaN" in (bad.outputs[0].error or "")
+    assert (good.outputs[0].finish_reason, len(good.outputs[0].token_ids)) == ("length", 6)
+
+
+def test_graphs_of_given_sizes_are_captured_at_start(load_emulated: LoadLLM, make_model: MakeModel) -> None:
+    llm = load_emulated(make_model("llama-gqa-tied", "float16"), cudagraph_capture_sizes=[1, 3], max_num_seqs=4)
+    program = llm.engine.runner.program
+    assert list(program._captures) == [(1, 1, 1), (4, 4, 4)]
+    assert {key[0] for key in llm.engine.runner.chooser._graphs} == {1, 4}
+    found = llm.generate(prompts(PROMPTS[:3]), GREEDY)
+    assert all(len(output.outputs[0].token_ids) == 6 for output in found)
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes has 5, more than max_num_seqs \(4\)"):
+        load_emulated(make_model("llama-gqa-tied", "float16"), cudagraph_capture_sizes=[5], max_num_seqs=4)
+
+
+def test_eager_steps_capture_nothing_and_give_the_same(
+    load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama-gqa-tied", "float16")
+    wanted = answers(load_emulated(model).generate(prompts(PROMPTS), GREEDY))
+    monkeypatch.setattr(EmulatedDriver, "capture", lambda *_: pytest.fail("captured"))
+    assert answers(load_emulated(model, enforce_eager=True).generate(prompts(PROMPTS), GREEDY)) == wanted
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}, {"async_scheduling": True}], ids=str
+)
+def test_options_of_graphs_are_refused_on_the_cpu(load_llm: LoadLLM, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{next(iter(options))} is .*, which only a CUDA device has; this is the CPU"
+    ):
+        load_llm("gemma3", **options)
+
+
+def test_what_the_device_takes_for_itself_is_counted_before_the_pool(
+    load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = 64 << 20
+    monkeypatch.setattr(EmulatedDriver, "memory_bytes", lambda self: (total, total))
+    model, options = make_model("llama-gqa-tied", "float16"), {"max_model_len": 64, "max_num_seqs": 4}
+    with pytest.raises(
+        OutOfMemory, match=r"weights and workspace need .*; gpu_memory_utilization 0\.25 allows 16\.00 MiB"
+    ):
+        load_emulated(model, gpu_memory_utilization=0.25, **options)
+    with pytest.raises(OutOfMemory, match=r"100001 KV blocks need .* of memory are free beside the weights"):
+        load_emulated(model, num_gpu_blocks_override=100_000, **options)
+    monkeypatch.setattr(start, "own_bytes", lambda *_: 0)
+    load_emulated(model, gpu_memory_utilization=0.25, **options)
+
+
+def test_what_sampling_graphs_and_measuring_take_is_all_in_the_count(make_model: MakeModel, device: CudaDevice) -> None:
+    checkpoint = open_checkpoint(str(make_model("gemma3", "bfloat16")))
+    config = EngineConfig(max_num_seqs=8)
+    lowered = compile_model(models.configure(checkpoint.config), device, 64)
+    sizes = SamplingSizes(512, 8, 64)
+    own = cuda_device.own_bytes(device, lowered, config, 512, 64)
+    eager = cuda_device.own_bytes(device, lowered, replace(config, enforce_eager=True), 512, 64)
+    head = measuring_bytes(512, 256, 512)
+    assert device.measuring_bytes(lowered, {"T": 512, "R": 64}) >= head
+    assert own > eager > sizes.num_bytes() + head
+
+
+def test_answers_held_to_a_form_are_chosen_on_the_device_beside_free_ones(
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel
+) -> None:
+    pytest.importorskip("llguidance")
+    model = make_model("llama-gqa-tied", "float16")
+    form = {"regex": "[a-d]{3}-[0-9]{1,3}x"}
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, logprobs=2, structured_outputs=form, min_tokens=15),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=20, logprobs=2, structured_outputs=form, ignore_eos=True),
+        GREEDY,
+    ]
+    wanted = load_llm(model).generate(prompts(PROMPTS[:3]), params)
+    llm = load_emulated(model)
+    found = llm.generate(prompts(PROMPTS[:3]), params)
+    for output, other in zip(found[:2], wanted, strict=False):
+        assert re.fullmatch("[a-d]{3}-[0-9]{1,3}x", output.outputs[0].text), output.outputs[0].error
+        assert output.outputs[0].finish_reason == other.outputs[0].finish_reason == "stop"
+    assert_close(found[2:], wanted[2:], TOLERANCE["float16"])
+    assert llm.engine.runner.chooser.num_host_rows == 0

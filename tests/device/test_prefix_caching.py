@@ -12,7 +12,7 @@ from test_engine import GREEDY, assert_idle, ids_of, logprobs_of
 
 from lean_engine import LLM, RequestOutput, SamplingParams
 from lean_engine.errors import ConfigError, OutOfMemory, RequestError
-from lean_engine.runtime.cpu.device import CpuDevice
+from lean_engine.runtime.cpu.host_memory import HostMemory
 
 
 def turns_of(seed: int = 0) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ def test_utilization_is_a_share_of_all_memory_with_weights_and_workspace_in_it(
     load_llm: LoadLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = 64 << 20
-    monkeypatch.setattr(CpuDevice, "total_memory_bytes", lambda self: total)
+    monkeypatch.setattr(HostMemory, "total_memory_bytes", lambda self: total)
     small, large = (
         load_llm(gpu_memory_utilization=share, max_num_seqs=4096, max_num_batched_tokens=4096, max_model_len=64)
         for share in (0.5, 0.75)

@@ -1,8 +1,9 @@
 """Decode steps of whole models with weights of noise: the graph alone by events, and the engine's step by the clock.
 
 The graph is what the engine replays, its inputs set once to requests of the context's length in blocks of their own.
-Idle is the share of an engine step in which the GPU has nothing of that graph to do. The roofline is the time in which
-the best measured bandwidth reads weights once and all keys and values.
+Engine steps are the engine's own loop: tokens chosen on the device, a step launched before the results of the one
+before are read; and, beside it, without that. Idle is the share of the time in which the GPU has no step's work to do.
+The roofline is the time in which the best measured bandwidth reads weights once and all keys and values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gpu_check.ceilings import bandwidth_of
 from gpu_check.context import Context, describe
 from gpu_check.loading import NoiseCheckpoint, start
 from gpu_check.shapes import CONFIGS, Shape, shape_of
-from gpu_check.timing import Stopwatch
+from gpu_check.timing import Stopwatch, Timeline
 from gpu_check.wiring import open_driver
 from lean_engine.engine.core import Engine
 from lean_engine.engine.start import Started
@@ -68,13 +69,18 @@ def measure_model(context: Context, driver: Driver, shape: Shape) -> None:
             tok_s=1e6 * batch / us, gb_s=gb_s, roofline=None if bandwidth is None else gb_s / bandwidth,
             measured=f"{watch.clock.name}; graph of a step without sampling; bytes: weights once, keys and values",
         )  # fmt: skip
-    for batch in batches:
-        found = engine_steps(started.engine, batch, context_len, steps)
+    timeline = Timeline(driver)
+    timeline.listen(started.engine.runner)
+    for batch, is_ahead in [*((batch, True) for batch in batches), *((batch, False) for batch in batches[::2])]:
+        started.engine.runs_ahead = is_ahead
+        found = engine_steps(started.engine, timeline, batch, context_len, steps)
         wall_ms = found["wall_ms"]
         context.row(
-            f"{shape.name} B={batch} context={context_len} engine", model=shape.name, batch=batch, **found,
-            tok_s=1000 * batch / wall_ms, idle_percent=100 * max(0.0, 1 - graphs[batch] / 1000 / wall_ms),
-            measured="wall clock of Engine.step, median, sampling included; prefill: with capturing new sizes",
+            f"{shape.name} B={batch} context={context_len} engine{'' if is_ahead else ', not ahead'}",
+            model=shape.name, batch=batch, is_ahead=is_ahead, **found, tok_s=1000 * batch / wall_ms,
+            over_graph=wall_ms * 1000 / graphs[batch],
+            measured=f"wall clock of Engine.step, median, sampling included; idle by {watch.clock.name}; prefill: with "
+            "capturing new sizes",
         )  # fmt: skip
 
 
@@ -111,14 +117,13 @@ def graph_us(watch: Stopwatch, program: Program, batch: int, context_len: int) -
     return watch.median_us(replay)
 
 
-def engine_steps(engine: Engine, batch: int, context_len: int, steps: int) -> dict[str, Any]:
+def engine_steps(engine: Engine, timeline: Timeline, batch: int, context_len: int, steps: int) -> dict[str, Any]:
     """Prefill a batch, then time steps in which all decode."""
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=0, max_tokens=steps + 4, ignore_eos=True, detokenize=False)
     vocab_size = engine.model_config.vocab_size
-    groups = [
-        engine.add(f"{batch}-{i}", rng.integers(5, vocab_size, context_len).tolist(), params) for i in range(batch)
-    ]
+    prompts = [rng.integers(5, vocab_size, context_len).tolist() for _ in range(batch)]
+    groups = [engine.add(f"{engine.num_steps}-{i}", prompt, params) for i, prompt in enumerate(prompts)]
     began = time.perf_counter()
     while not all(group.answers[0].token_ids for group in groups) and engine.has_work():
         engine.step()
@@ -129,6 +134,7 @@ def engine_steps(engine: Engine, batch: int, context_len: int, steps: int) -> di
         engine.step()
         if not any(group.is_finished for group in groups):
             times.append(time.perf_counter() - begin)
+    last = timeline.num_steps - 1 - len(engine._in_flight)
     errors = {group.answers[0].error for group in groups} - {None}
     for group in groups:
         engine.abort(group.request_id)
@@ -136,5 +142,11 @@ def engine_steps(engine: Engine, batch: int, context_len: int, steps: int) -> di
         raise RuntimeError(
             f"only {len(times)} of {steps} steps had the whole batch: {errors or 'it never ran at once'}"
         )
+    idle_share = timeline.idle_share(last - len(times) + 1, last)
     prefill = batch * context_len / prefill_seconds
-    return {"wall_ms": 1000 * statistics.median(times[1:]), "prefill_tok_s": prefill, "errors": sorted(errors) or None}
+    return {
+        "wall_ms": 1000 * statistics.median(times[1:]),
+        "idle_percent": 100 * idle_share,
+        "prefill_tok_s": prefill,
+        "errors": sorted(errors) or None,
+    }

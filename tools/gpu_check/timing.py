@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, Protocol
 
 from lean_engine.runtime.cuda.cupy_driver import CupyDriver
@@ -63,6 +64,52 @@ def clock_of(driver: Driver) -> Clock:
     if isinstance(driver, CupyDriver):
         return EventClock(driver._cuda, driver._stream)
     return WallClock()
+
+
+class Timeline:
+    """When the device began and ended the work of each step of an engine, whose runner it listens to.
+
+    A beginning is marked on the stream before a step's first copy and an end behind its last, so what lies between an
+    end and the next beginning is time in which the device had nothing to do.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._marks: list[tuple[Any, Any]] = []
+
+    def listen(self, runner: Any) -> None:
+        launch = runner.launch
+
+        def marked(plan: Any) -> Any:
+            begin = self._mark()
+            step = launch(plan)
+            self._marks.append((begin, self._mark()))
+            return step
+
+        runner.launch = marked
+
+    def _mark(self) -> Any:
+        if not isinstance(self._driver, CupyDriver):
+            return time.perf_counter()
+        event = self._driver._cuda.Event()
+        event.record(self._driver._stream)
+        return event
+
+    def idle_share(self, first: int, last: int) -> float:
+        """Of the time from the end of step `first` to the end of step `last`, in the order of launches."""
+        self._driver.synchronize()
+        marks = self._marks[first : last + 1]
+        gaps = sum(max(0.0, self._between(end, begin)) for (_, end), (begin, _) in pairwise(marks))
+        return gaps / self._between(marks[0][1], marks[-1][1])
+
+    def _between(self, earlier: Any, later: Any) -> float:
+        if not isinstance(self._driver, CupyDriver):
+            return float(later - earlier)
+        return float(self._driver._cuda.get_elapsed_time(earlier, later))
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._marks)
 
 
 class Stopwatch:

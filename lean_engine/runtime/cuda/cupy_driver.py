@@ -36,6 +36,7 @@ NULL = np.uint64(0)
 
 CUPY_NAMES = (  # everything of CuPy that is used, below cupy.cuda
     "Device",
+    "Event",
     "Module",
     "Stream",
     "alloc",
@@ -46,6 +47,7 @@ CUPY_NAMES = (  # everything of CuPy that is used, below cupy.cuda
     "runtime.getDeviceCount",
     "runtime.getDeviceProperties",
     "runtime.memGetInfo",
+    "runtime.memcpy2DAsync",
     "runtime.memcpyAsync",
     "runtime.memcpyDeviceToHost",
     "runtime.memcpyHostToDevice",
@@ -111,6 +113,15 @@ class CupyDriver:
     def upload(self, source: HostArray, target: Array) -> None:
         self._copy(source.ctypes.data, device(target).address, source.nbytes, target.nbytes, "memcpyHostToDevice")
 
+    def upload_corner(self, source: HostArray, target: Array, num_rows: int, num_columns: int) -> None:
+        if source.shape != target.shape or num_rows > len(source) or num_columns > source.shape[1]:
+            raise LaunchError(f"{num_rows} × {num_columns} of {source.shape} are copied to {target.shape}")
+        if num_rows and num_columns:
+            element, runtime = source.itemsize, self._cuda.runtime
+            pitch, to = source.shape[1] * element, device(target).address
+            kind, stream = runtime.memcpyHostToDevice, self._stream.ptr
+            runtime.memcpy2DAsync(to, pitch, source.ctypes.data, pitch, num_columns * element, num_rows, kind, stream)
+
     def download(self, source: Array, target: HostArray) -> None:
         self._copy(device(source).address, target.ctypes.data, source.nbytes, target.nbytes, "memcpyDeviceToHost")
 
@@ -123,6 +134,11 @@ class CupyDriver:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def mark(self) -> Callable[[], None]:
+        event = self._cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return cast(Callable[[], None], event.synchronize)
 
     def memory_bytes(self) -> tuple[int, int]:
         free, total = self._cuda.runtime.memGetInfo()

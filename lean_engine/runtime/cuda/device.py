@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,14 +17,19 @@ import numpy as np
 
 from lean_engine.errors import ConfigError
 from lean_engine.ir.graph import Dims
-from lean_engine.passes import Launch
+from lean_engine.ir.sources import Source
+from lean_engine.passes import Launch, Lowered
 from lean_engine.runtime.cuda import attention, moe_kernels
 from lean_engine.runtime.cuda.cublaslt import Algorithm
 from lean_engine.runtime.cuda.driver import Driver, HostArray
 from lean_engine.runtime.cuda.gemm_kernels import Gemm, gemm_of
+from lean_engine.runtime.cuda.gemm_timing import measuring_bytes
 from lean_engine.runtime.cuda.instances import ARCHITECTURES_WITHOUT_BFLOAT16, REAL_DTYPES, KernelCall, kernel_calls
-from lean_engine.runtime.device import Array, LaunchArgs, Replay, StepInputs
+from lean_engine.runtime.device import Array, LaunchArgs, Operand, Replay, StepInputs, TensorStore
+from lean_engine.runtime.weights import array_bytes, load_array
 
+TABLES = "block_tables"
+SLOTS_INPUT = {"write_kv": 2, "qk_norm_rope_write_kv": 2}  # kernel → which input is the slot mapping
 INPUT_ALIGNMENT = 64  # int32 elements between the beginnings of step inputs: 256 bytes
 GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), *range(320, 1025, 64))  # tokens of a padded step
 COARSE = 256  # beyond them, multiples of this many tokens
@@ -41,6 +46,24 @@ class LibraryGemm:
 Command = KernelCall | LibraryGemm
 
 
+class Staging:
+    """Page-locked memory between the host's arrays and the device's, as large as the largest that was asked for.
+
+    Attributes:
+        is_free: waits until what was written to it is where it belongs.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.is_free: Callable[[], None] = lambda: None
+        self._driver = driver
+        self._memory = driver.allocate_host((0,), "uint8")
+
+    def as_array_like(self, array: Array) -> HostArray:
+        if self._memory.nbytes < array.nbytes:
+            self._memory = self._driver.allocate_host((array.nbytes,), "uint8")
+        return self._memory[: array.nbytes].view(array.dtype).reshape(array.shape)
+
+
 class CudaDevice:
     """See runtime.device.Device.
 
@@ -48,14 +71,22 @@ class CudaDevice:
         driver: the GPU.
         compute_dtype: "bfloat16" or "float16": of weights, activations and KV cache.
         graph_sizes: padded numbers of tokens, ascending.
+        uses_graphs: False launches every kernel of every step by itself.
 
     Raises:
         ConfigError: the GPU cannot compute in this type.
     """
 
     name = "cuda"
+    matrix_formats: Collection[str] = ()
 
-    def __init__(self, driver: Driver, compute_dtype: str, graph_sizes: Sequence[int] = GRAPH_SIZES) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        compute_dtype: str,
+        graph_sizes: Sequence[int] = GRAPH_SIZES,
+        uses_graphs: bool = True,
+    ) -> None:
         if compute_dtype not in REAL_DTYPES:
             raise ConfigError(
                 f"dtype is {compute_dtype!r}; a CUDA device computes in one of: {', '.join(REAL_DTYPES)} "
@@ -64,10 +95,13 @@ class CudaDevice:
         if compute_dtype == "bfloat16" and driver.arch in ARCHITECTURES_WITHOUT_BFLOAT16:
             raise ConfigError(f"dtype is 'bfloat16', which {driver.name} ({driver.arch}) lacks; use float16")
         self.driver = driver
-        self.compute_dtype = compute_dtype
+        self.uses_graphs = uses_graphs
+        self.compute_dtype = self.kv_cache_dtype = compute_dtype
         self._graph_sizes = sorted(graph_sizes)
-        self._staging = driver.allocate_host((0,), "uint8")
+        self._staging = [Staging(driver), Staging(driver)]
+        self._read_back = Staging(driver)
         self._counters: dict[int, Array] = {}  # head_dim → counters of the attention kernel
+        self._first: list[KernelCall] = []  # launches that begin every step
 
     # -- memory
 
@@ -75,30 +109,37 @@ class CudaDevice:
         return self.driver.allocate(shape, dtype)
 
     def fill(self, array: Array, write: Callable[[HostArray], None]) -> None:
-        host = self._stage(array)
+        """In stream order, through one half of the staging memory while the other is on its way."""
+        self._staging.reverse()
+        half = self._staging[0]
+        half.is_free()
+        host = half.as_array_like(array)
         write(host)
         self.driver.upload(host, array)
-        self.driver.synchronize()
+        half.is_free = self.driver.mark()
 
     def read(self, array: Array) -> HostArray:
-        host = self._stage(array)
+        host = self._read_back.as_array_like(array)
         self.driver.download(array, host)
         self.driver.synchronize()
         return host
 
-    def _stage(self, array: Array) -> HostArray:
-        """Page-locked memory in the form of an array, the same for all."""
-        if self._staging.nbytes < array.nbytes:
-            self._staging = self.driver.allocate_host((array.nbytes,), "uint8")
-        return self._staging[: array.nbytes].view(array.dtype).reshape(array.shape)
+    def load_matrix(self, source: Source, store: TensorStore) -> Operand:
+        return load_array(source, store, self, self.compute_dtype)
+
+    def matrix_bytes(self, source: Source, store: TensorStore) -> int:
+        return array_bytes(source, self.compute_dtype)
 
     def make_inputs(self, shapes: Mapping[str, Sequence[int]]) -> StepInputs:
-        """One page-locked record and its image on the device, so that a step uploads once."""
+        """Two page-locked records with one image on the device. A step uploads one of them in two copies: all that is
+        small, and of the block tables, which are as wide as the longest context, the corner in use.
+        """
         starts, size = {}, 0
-        for name, shape in shapes.items():
+        for name, shape in sorted(shapes.items(), key=lambda item: item[0] == TABLES):  # the tables last
             starts[name] = size
             size += -(-math.prod(shape) // INPUT_ALIGNMENT) * INPUT_ALIGNMENT
-        host, device = self.driver.allocate_host((size,), "int32"), self.driver.allocate((size,), "int32")
+        num_small = starts.get(TABLES, size)
+        device = self.driver.allocate((size,), "int32")
 
         def views(whole: Array) -> dict[str, Array]:
             return {
@@ -106,7 +147,18 @@ class CudaDevice:
                 for name, shape in shapes.items()
             }
 
-        return StepInputs(views(host), views(device), partial(self.driver.upload, host, device))
+        def written_at(host: HostArray, twin: StepInputs | None = None) -> StepInputs:
+            source, target = views(host), views(device)
+
+            def upload(num_requests: int, num_blocks: int) -> None:
+                self.driver.upload(host[:num_small], device[:num_small])
+                if TABLES in shapes:
+                    self.driver.upload_corner(source[TABLES], target[TABLES], num_requests, num_blocks)
+
+            return StepInputs(source, target, upload, twin)
+
+        one, other = (self.driver.allocate_host((size,), "int32") for _ in range(2))
+        return written_at(one, written_at(other))
 
     def memory_bytes(self) -> int:
         return self.driver.memory_bytes()[0]
@@ -139,12 +191,34 @@ class CudaDevice:
             return moe_kernels.moe_workspace_bytes(sizes, self.compute_dtype, self.driver.arch)
         return 0
 
+    def begin_steps_with(self, call: KernelCall) -> None:
+        """Let every step that is captured from now on begin with this launch; running it twice must do no harm."""
+        self._first.append(call)
+
     def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
-        commands = self._commands(launches)
+        commands = [*self._first, *self._commands(launches)]
         self.driver.prepare(command.instance for command in commands if isinstance(command, KernelCall))
         run = partial(self._run, commands)
-        run()
-        return self.driver.capture(run)
+        if self.uses_graphs:
+            run()
+        return self.graph(run)
+
+    def graph(self, run: Replay) -> Replay:
+        """What `run` launches, as a graph if there are to be any; its kernels are prepared, its products have run."""
+        return self.driver.capture(run) if self.uses_graphs else run
+
+    def measuring_bytes(self, lowered: Lowered, dims: Dims) -> int:
+        """Memory that choosing among ways of products takes, for steps of at most these sizes."""
+        products = (launch for launch in lowered.launches if launch.kernel == "gemm")
+        return max((measuring_bytes(*product_shape(launch, dims)) for launch in products), default=0)
+
+    def attention_list_bytes(self, lowered: Lowered, dims: Dims) -> int:
+        """Memory of the work lists of one capture, for steps of at most these sizes."""
+        launches = [launch for launch in lowered.launches if launch.kernel == "paged_attention"]
+        windows = {launch.scalars["window"] for launch in launches}
+        rows = (attention.NARROW_ROWS, attention.WIDE_ROWS)
+        lists = [attention.plan_words(n, dims["T"], dims["B"], attention.MAX_GROUP) for n in rows]
+        return len(windows) * 4 * sum(lists)
 
     def _run(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -160,7 +234,7 @@ class CudaDevice:
             if launch.kernel == "gemm":
                 commands.append(self._gemm(gemm_of(launch)))
             elif launch.kernel == "moe_route":
-                commands.append(moe_kernels.moe_route_call(launch))
+                commands.append(moe_kernels.moe_route_call(launch, slots_of(launches, len(launch.inputs[0]))))
             elif launch.kernel == "moe_experts":
                 commands += moe_kernels.moe_experts_calls(launch, self.driver.arch)
             elif launch.kernel == "paged_attention":
@@ -201,3 +275,23 @@ class CudaDevice:
             self.fill(counters, lambda host: host.fill(0))
             self._counters[head_dim] = counters
         return self._counters[head_dim]
+
+
+def product_shape(launch: Launch, dims: Dims) -> tuple[int, int, int]:
+    """Rows, depth and columns of a gemm."""
+    num_rows, depth = launch.inputs[0].type.concrete_shape(dims)
+    return num_rows, depth, launch.outputs[0].type.concrete_shape(dims)[1]
+
+
+def slots_of(launches: Sequence[LaunchArgs], num_rows: int) -> Array | None:
+    """The step's slot mapping for rows of tokens, or of sampled tokens, so that padded rows are known: slot -1.
+
+    Sampled tokens are fewer, and the i-th of them is no padding only if the i-th token is none, so its slot tells too:
+    decodes come first in both, and alone can be padding before the end.
+    """
+    for launch in launches:
+        place = SLOTS_INPUT.get(launch.kernel)
+        if place is not None:
+            slots: Array = launch.inputs[place][:num_rows]
+            return slots
+    return None

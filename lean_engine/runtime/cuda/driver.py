@@ -39,13 +39,19 @@ class Driver(Protocol):
         """Page-locked host memory, which copies read and write without waiting."""
 
     def upload(self, source: HostArray, target: Array) -> None:
-        """Host → device, in stream order; `source` must not change before `synchronize`."""
+        """Host → device, in stream order; `source` must not change before that is waited for."""
+
+    def upload_corner(self, source: HostArray, target: Array, num_rows: int, num_columns: int) -> None:
+        """`upload` of the first columns of the first rows, between arrays of one shape [rows, columns]."""
 
     def download(self, source: Array, target: HostArray) -> None:
-        """Device → host, in stream order; `target` is valid after `synchronize`."""
+        """Device → host, in stream order; `target` is valid once that is waited for."""
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
+
+    def mark(self) -> Callable[[], None]:
+        """Mark this place in the stream; the result waits until everything before it is done. Not while capturing."""
 
     def prepare(self, instances: Iterable[Instance]) -> None:
         """Compile and load kernels; those that are there cost nothing."""

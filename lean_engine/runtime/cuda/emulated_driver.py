@@ -8,6 +8,7 @@ others, which would take the emulator long, are NumPy's, accumulated in float32 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -35,6 +36,8 @@ class EmulatedDriver:
         arch: whose tile shapes and limits are taken.
         num_sms: few, since every block of a grid is run, busy or not.
         is_checked: check each memory access of each kernel, about twice as slow.
+        is_lazy: nothing runs before it is waited for. So what the host changes too early, or reads without waiting,
+            gives wrong results; a real GPU is anywhere between this and the opposite.
 
     Raises:
         ConfigError: this is no source checkout, or there is no g++.
@@ -42,12 +45,15 @@ class EmulatedDriver:
 
     name = "emulated GPU"
 
-    def __init__(self, arch: str = "sm_90", num_sms: int = 2, is_checked: bool = False) -> None:
+    def __init__(self, arch: str = "sm_90", num_sms: int = 2, is_checked: bool = False, is_lazy: bool = False) -> None:
         self.arch = arch
         self.num_sms = num_sms
         self._kernels = EmulatedKernels(is_checked)
         self._prepared: set[Instance] = set()
         self._recorded: list[Replay] | None = None  # of the graph being captured
+        self._is_lazy = is_lazy
+        self._waiting: deque[Replay] = deque()  # launched and not run
+        self._num_run = 0
 
     def allocate(self, shape: Sequence[int], dtype: str) -> Array:
         self._refuse_in_capture("memory is allocated")
@@ -63,14 +69,28 @@ class EmulatedDriver:
 
     def upload(self, source: HostArray, target: Array) -> None:
         self._refuse_in_capture("memory is copied")
-        target[...] = source
+        self._run(partial(copy, source, target))
+
+    def upload_corner(self, source: HostArray, target: Array, num_rows: int, num_columns: int) -> None:
+        self.upload(source[:num_rows, :num_columns], target[:num_rows, :num_columns])
 
     def download(self, source: Array, target: HostArray) -> None:
         self._refuse_in_capture("memory is copied")
-        target[...] = source
+        self._run(partial(copy, source, target))
 
     def synchronize(self) -> None:
         self._refuse_in_capture("the host waits")
+        self._run_until(self._num_run + len(self._waiting))
+
+    def mark(self) -> Callable[[], None]:
+        self._refuse_in_capture("an event is recorded")
+        return partial(self._run_until, self._num_run + len(self._waiting))
+
+    def _run_until(self, num_commands: int) -> None:
+        while self._num_run < num_commands:
+            command = self._waiting.popleft()
+            self._num_run += 1
+            command()
 
     def prepare(self, instances: Iterable[Instance]) -> None:
         missing = set(instances) - self._prepared
@@ -97,7 +117,7 @@ class EmulatedDriver:
         self._recorded = []
         try:
             run()
-            return partial(run_all, self._recorded)
+            return partial(self._run, partial(run_all, self._recorded))
         finally:
             self._recorded = None
 
@@ -108,14 +128,20 @@ class EmulatedDriver:
         self._prepared.clear()
 
     def _run(self, command: Replay) -> None:
-        if self._recorded is None:
-            command()
-        else:
+        if self._recorded is not None:
             self._recorded.append(command)
+        elif self._is_lazy:
+            self._waiting.append(command)
+        else:
+            command()
 
     def _refuse_in_capture(self, what: str) -> None:
         if self._recorded is not None:
             raise LaunchError(f"{what} while a graph is captured, which CUDA refuses")
+
+
+def copy(source: Array, target: Array) -> None:
+    target[...] = source
 
 
 def run_all(commands: Sequence[Replay]) -> None:

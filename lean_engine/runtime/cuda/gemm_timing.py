@@ -21,6 +21,13 @@ MIN_PRODUCTS, MAX_PRODUCTS = 8, 64  # of a graph
 Launch = Callable[[Gemm, Candidate], None]
 
 
+def measuring_bytes(num_rows: int, depth: int, num_out: int) -> int:
+    """What GraphStopwatch allocates at most for a product of two-byte elements into float32."""
+    weight_bytes = 2 * num_out * depth
+    num_copies = min(MAX_PRODUCTS, -(-ROTATION_BYTES // weight_bytes))
+    return num_copies * weight_bytes + num_rows * (2 * depth + 4 * num_out)
+
+
 def launch_gemm(driver: Driver, blas: CublasLt | None, stream: int, gemm: Gemm, candidate: Candidate) -> None:
     """Launch a gemm by a candidate, on the driver's stream; in a capture only what has run before.
 

@@ -31,6 +31,7 @@ PART_RANKS_WORDS = 2 + MAX_TOP_LOGPROBS
 
 SCAN_THREADS, CUT_THREADS, DRAW_THREADS, RANK_THREADS, DECODE_THREADS, START_THREADS = 256, 768, 128, 256, 128, 1024
 NO_SLOT = -1
+NO_FORM = -1
 NO_TOKEN = -1
 
 # Outcomes: of a request after its row was sampled.
@@ -119,6 +120,8 @@ class SamplingSizes:
             "masks": ((slots, ceil_div(self.vocab_size, 32)), "uint32"),
             "seen": ((slots, ceil_div(self.vocab_size, 8) * 8), "uint16"),
             "lists": ((slots, self.list_words), "int32"),
+            "forms": ((rows, ceil_div(self.vocab_size, 32)), "uint32"),
+            "row_forms": ((rows,), "int32"),
             "row_slots": ((rows,), "int32"),
             "decode_slots": ((slots,), "int32"),
             "scan": ((rows, parts, 2), "uint64"),
@@ -138,13 +141,15 @@ class SamplingSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingArrays:
-    """Everything in device memory. The host writes row_slots and decode_slots, and reads results and logprob_*."""
+    """Everything in device memory. The host writes row_slots, decode_slots, forms, and reads results and logprob_*."""
 
     params: Array  # int32 [slots, PARAMS_WORDS], SLOT_PARAMS
     states: Array  # int32 [slots, STATE_WORDS], SLOT_STATE; changed by each step
     masks: Array  # uint32 [slots, ceil(V / 32)], a bit per token
     seen: Array  # uint16 [slots, V rounded up to 8]: 0, or 1 + how often it was generated; changed by each step
     lists: Array  # int32 [slots, list_words]
+    forms: Array  # uint32 [R, ceil(V / 32)], a bit per token that is allowed; the host writes it where kind.forms
+    row_forms: Array  # int32 [R]: NO_FORM, or form_of; likewise
     row_slots: Array  # int32 [R]: the slot of each row of logits; NO_SLOT where nothing is to be sampled
     decode_slots: Array  # int32 [slots]: the slot of each token of a step that is a decode; NO_SLOT elsewhere
     scan: Array  # uint64 [R, P, 2]
@@ -176,9 +181,20 @@ class SamplingKind:
     draws: bool = False  # some row is not greedy
     cuts: bool = False  # some of them has top_k or top_p
     logprobs: bool = False  # some row wants log-probabilities
+    forms: bool = False  # some row is held to a form
 
     def __or__(self, other: SamplingKind) -> SamplingKind:
-        return SamplingKind(self.draws or other.draws, self.cuts or other.cuts, self.logprobs or other.logprobs)
+        return SamplingKind(
+            self.draws or other.draws,
+            self.cuts or other.cuts,
+            self.logprobs or other.logprobs,
+            self.forms or other.forms,
+        )
+
+
+def form_of(index: int, is_done: bool) -> int:
+    """An entry of row_forms: the row of forms, and whether nothing but the form counts any more."""
+    return 2 * index + is_done
 
 
 def sampling_calls(arrays: SamplingArrays, logits: Array, kind: SamplingKind) -> list[KernelCall]:
@@ -186,7 +202,8 @@ def sampling_calls(arrays: SamplingArrays, logits: Array, kind: SamplingKind) ->
     num_rows, vocab_size = logits.shape
     num_parts = ceil_div(vocab_size, PART_TOKENS)
     a, parts, rows = arrays, (num_parts, num_rows), (num_rows,)
-    slots = (a.row_slots, a.params, a.states, a.masks, a.seen, a.lists)
+    forms = (a.forms, a.row_forms) if kind.forms else (None, None)
+    slots = (a.row_slots, a.params, a.states, a.masks, a.seen, *forms, a.lists)
     sizes = i32(vocab_size, a.lists.shape[1])
     groups = ceil_div(vocab_size, 4)  # a thread takes four tokens at once
     calls = [call("scan_logits", parts, threads(SCAN_THREADS, groups), a.scan, logits, *slots, *sizes)]
