@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from lean_engine.errors import LeanEngineError
     from lean_engine.llm import LLM
     from lean_engine.sampling.params import SamplingParams
+    from lean_engine.sampling.structured_outputs import StructuredOutputsParams
 
 _HOMES = {
     "LLM": "lean_engine.llm",
     "SamplingParams": "lean_engine.sampling.params",
+    "StructuredOutputsParams": "lean_engine.sampling.structured_outputs",
     "EngineConfig": "lean_engine.config",
     "RequestOutput": "lean_engine.engine.outputs",
     "CompletionOutput": "lean_engine.engine.outputs",
@@ -33,6 +35,7 @@ __all__ = [
     "LeanEngineError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

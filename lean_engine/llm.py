@@ -147,6 +147,8 @@ class LLM:
             messages: a conversation is a list of {"role", "content"}; a list of such lists is several.
             chat_template: a Jinja template to use instead of the model's.
             chat_template_kwargs: further variables for the template.
+            tools: what the model may call, as in OpenAI's chat requests; a template that takes none is refused. The
+                calls in an answer's text are read by `lean_engine.text.tool_calls`.
             cache_salt: of all conversations.
             The others are as in generate.
 
@@ -197,14 +199,16 @@ class LLM:
         **template_kwargs: Any,
     ) -> str:
         """A conversation as the prompt text that chat sends."""
-        from lean_engine.text.chat import render_chat
+        from lean_engine.text.chat import choose_template, render_chat
 
         taken = {"template", "messages", "documents", "bos_token", "eos_token"} & set(template_kwargs)
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)}", param="chat_template_kwargs")
         tokenizer = self.tokenizer
         return render_chat(
-            read_template(chat_template) or self._template or tokenizer.chat_template,
+            read_template(chat_template)
+            or self._template
+            or choose_template(tokenizer.chat_templates, has_tools=bool(tools)),
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lean_engine.cli.forms import form_options
 from lean_engine.cli.options import RUNNING, Command, Option, engine_options, sampling_options
 from lean_engine.cli.terminal import open_llm, progress_bar, write
 from lean_engine.sampling.params import SamplingParams
@@ -20,12 +21,14 @@ from lean_engine.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from lean_engine.engine.outputs import RequestOutput
     from lean_engine.llm import LLM, Prompt
+    from lean_engine.sampling.structured_outputs import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 256
 EXAMPLES = (
     'lean-engine generate --prompt "What is the capital of France?"',
     'lean-engine generate --raw --prompt "The sea is" --max-tokens 20',
     "lean-engine generate ./model --prompt-file question.txt --temperature 0.7 --seed 1 --json",
+    "lean-engine generate --prompt 'Name a colour.' --choice red --choice green",
     "git diff | lean-engine generate --system 'Write a commit message.' -",
 )
 
@@ -77,6 +80,7 @@ EXAMPLES = (
         "ignore_eos": "off",
     }
 )
+@form_options
 @engine_options(*RUNNING, "chat_template", "max_logprobs")
 def command(
     words: Sequence[str],
@@ -86,6 +90,7 @@ def command(
     system: str | None,
     as_json: bool,
     sampling: dict[str, Any],
+    form: StructuredOutputsParams | None,
     engine: dict[str, Any],
 ) -> int:
     """Answer or complete prompts and print the result.
@@ -98,7 +103,7 @@ def command(
     """
     model, has_stdin = split_words(words)
     refuse_unused(is_chat, system, as_json, sampling, engine)
-    params = SamplingParams(**{"max_tokens": None, "temperature": 0.0, **sampling})
+    params = SamplingParams(**{"max_tokens": None, "temperature": 0.0, **sampling}, structured_outputs=form)
     prompts = read_prompts(texts, files, has_stdin)
     with open_llm(model, engine) as llm:
         items = [as_chat(llm, text, system) if is_message(llm, text, is_chat) else text for text in prompts]

@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import TypeGuard
 
 from lean_engine.errors import RequestError
+from lean_engine.sampling.structured_outputs import StructuredOutputsParams, to_structured_outputs
 
 MAX_N = 16_384  # answers per request
 MIN_TEMPERATURE = 0.01  # smaller ones, 0 apart, are raised to it: logits divided by them overflow
@@ -54,6 +55,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None  # None = all
     bad_words: tuple[str, ...]
     skip_reading_prefix_cache: bool  # compute the whole prompt; always so with prompt_logprobs
+    structured_outputs: StructuredOutputsParams | None  # the form of the answer; its fields may be given as a mapping
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class SamplingParams:
         allowed_token_ids: Sequence[int] | None = None,
         bad_words: Sequence[str] | None = None,
         skip_reading_prefix_cache: bool | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, object] | None = None,
         **unknown: object,
     ) -> None:
         _refuse_unknown(unknown)
@@ -111,6 +114,7 @@ class SamplingParams:
             bad_words=_strings("bad_words", bad_words),
             skip_reading_prefix_cache=skip_reading_prefix_cache is not None
             and _flag("skip_reading_prefix_cache", skip_reading_prefix_cache),
+            structured_outputs=to_structured_outputs(structured_outputs),
         )
         self._refuse_contradictions()
 

@@ -2,12 +2,13 @@
 
 Order, that of vLLM V1; each step sees what the ones before left:
 
-    raw log-probabilities (where asked for) · allowed_token_ids · bad_words · min_tokens · logit_bias ·
-    repetition, frequency, presence penalties · greedy: the greatest logit, the lowest id of equal ones
+    raw log-probabilities (where asked for) · structured_outputs · allowed_token_ids · bad_words · min_tokens ·
+    logit_bias · repetition, frequency, presence penalties · greedy: the greatest logit, the lowest id of equal ones
     otherwise: temperature · min_p · top_k · top_p · Gumbel noise (philox.py), the greatest sum
 
 A row's token depends on its logits, its request's state and its position, on nothing else in the batch. A row without
-a distribution (NaN, infinite, all excluded) gets an error instead of a token; the other rows go on.
+a distribution (NaN, infinite, all excluded) gets an error instead of a token; the other rows go on. What the options
+mean together with structured_outputs stands at the head of grammar.py.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lean_engine.errors import LaunchError
-from lean_engine.sampling.logprobs import FloatArray, TokenLogprobs, logits_error, row_logprobs
+from lean_engine.sampling.grammar import Matcher, WordArray, exclude, fill_masks
+from lean_engine.sampling.logprobs import FloatArray, TokenLogprobs, logits_error, logprobs_entry, row_logprobs
 from lean_engine.sampling.params import SamplingParams
 from lean_engine.sampling.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel, gumbel_rows
+from lean_engine.sampling.row_kernels import Draw, RowKernels
 
 IdArray = npt.NDArray[np.intp]
 
 NO_TOKEN = -1  # the token id of a row with an error
-NOTHING_LEFT = "no token can be chosen: allowed_token_ids, bad_words, min_tokens and the penalties leave none"
+NOTHING_LEFT = (
+    "no token can be chosen: structured_outputs, allowed_token_ids, bad_words, min_tokens and the penalties leave none"
+)
 
 _LOWEST = -float(np.finfo(np.float32).max)  # the least finite logit
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -51,6 +56,8 @@ class SamplingState:
     Attributes:
         seed: the Philox key.
         num_output: tokens accepted so far.
+        matcher: of params.structured_outputs, None where there are none.
+        bad_words: token sequences, none empty.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class SamplingState:
         eos_token_ids: Iterable[int] = (),
         bad_words_token_ids: Sequence[tuple[int, ...]] = (),
         answer_index: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         """Start an answer.
 
@@ -71,14 +79,17 @@ class SamplingState:
             bad_words_token_ids: the token sequences of `params.bad_words`, none empty; the last token of one is
                 excluded when the output ends with the others.
             answer_index: which of the request's n answers this is.
+            matcher: this answer's own, of the compiled `params.structured_outputs`.
         """
         self.params = params
+        self.matcher = matcher
         self.seed = resolve_seed(params.seed, answer_index)
         self.num_output = 0
         self._allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
-        self._bad_words = tuple(bad_words_token_ids)
-        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
+        self.bad_words = tuple(bad_words_token_ids)
+        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in self.bad_words), default=0))
         self._ending_ids = _ids({*eos_token_ids, *params.stop_token_ids})
+        self._eos_ids = _ids(eos_token_ids)
         self._bias_ids = _ids(params.logit_bias)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -88,8 +99,9 @@ class SamplingState:
     def changes_logits(self) -> bool:
         """Whether `apply` has anything to do for the next token."""
         return (
-            self._allowed_ids is not None
-            or bool(self._bad_words)
+            self.matcher is not None
+            or self._allowed_ids is not None
+            or bool(self.bad_words)
             or self.num_output < self.params.min_tokens
             or len(self._bias_ids) > 0
             or self._seen is not None
@@ -101,15 +113,27 @@ class SamplingState:
         self._recent.append(token_id)
         if self._seen is not None:
             self._seen.add(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
 
-    def apply(self, row: FloatArray) -> None:
-        """Masks, bias and penalties for the next token, in place on its logits [V]."""
+    def apply(self, row: FloatArray, mask: WordArray | None = None) -> None:
+        """Masks, bias and penalties for the next token, in place on its logits [V].
+
+        Args:
+            mask: the matcher's, where there is one.
+        """
+        if self.matcher is not None and mask is not None:
+            exclude(row, mask)
+            if self.matcher.is_done:
+                return
+            if self.params.ignore_eos:
+                row[self._eos_ids] = -np.inf
         if self._allowed_ids is not None:
             kept = row[self._allowed_ids]
             row.fill(-np.inf)
             row[self._allowed_ids] = kept
         recent = tuple(self._recent)
-        for word in self._bad_words:
+        for word in self.bad_words:
             start = max(len(recent) - (len(word) - 1), 0)
             if recent[start:] == word[:-1]:
                 row[word[-1]] = -np.inf
@@ -172,10 +196,15 @@ class _Draw:
 
 
 class Sampler:
-    """Chooses tokens for one vocabulary."""
+    """Chooses tokens for one vocabulary.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        kernels: of a device, for what they can do; the tokens are the same with and without.
+    """
+
+    def __init__(self, vocab_size: int, kernels: RowKernels | None = None) -> None:
         self.vocab_size = vocab_size
+        self._kernels = kernels
 
     @np.errstate(over="ignore")  # what a penalty or a difference pushes beyond float32 becomes infinite, and is checked
     def sample(self, logits: FloatArray, states: Sequence[SamplingState], positions: Sequence[int]) -> SampleResult:
@@ -191,27 +220,48 @@ class Sampler:
         """
         self._check(logits, states, positions)
         # One pass serves greedy rows and finds damage: argmax stops at the first NaN.
-        best = logits.argmax(axis=1)
+        best = logits.argmax(axis=1) if self._kernels is None else self._kernels.greatest(logits)
         errors = [logits_error(peak) for peak in logits[np.arange(len(states)), best].tolist()]
         token_ids = best.tolist()
+        masks = _masks(states, errors, self.vocab_size)
         raw_rows: dict[int, FloatArray] = {}
-        draws: list[_Draw] = []
+        drawn: list[tuple[int, SamplingState, int]] = []
         for row, state in enumerate(states):
             if errors[row] is not None:
                 continue
             if state.params.logprobs is not None:
                 raw_rows[row] = logits[row].copy() if state.changes_logits else logits[row]
             if state.changes_logits:
-                state.apply(logits[row])
+                state.apply(logits[row], masks.get(row))
                 token_ids[row] = int(logits[row].argmax())
                 if not math.isfinite(logits[row, token_ids[row]]):
                     errors[row] = NOTHING_LEFT
                     continue
             if not state.params.is_greedy:
-                draws.append(_Draw(row, state.seed, positions[row], *candidates(logits[row], state.params)))
-        for row, token_id in _choose(draws, self.vocab_size):
+                drawn.append((row, state, positions[row]))
+        for row, token_id in _choose(self._draws(logits, drawn, token_ids), self.vocab_size):
             token_ids[row] = token_id
-        return _result(token_ids, errors, raw_rows, states)
+        return _result(token_ids, errors, raw_rows, states, self._kernels)
+
+    def _draws(
+        self, logits: FloatArray, rows: Sequence[tuple[int, SamplingState, int]], token_ids: list[int]
+    ) -> list[_Draw]:
+        """What is left to draw of (row, state, position). token_ids holds the token of each row's greatest logit, and
+        then that of the draw where the kernels decide it."""
+        contenders: list[list[int]] = [[] for _ in rows]
+        if self._kernels is not None and rows:
+            contenders = self._kernels.draw([_kernel_draw(logits[r], token_ids[r], state, p) for r, state, p in rows])
+        draws: list[_Draw] = []
+        for (row, state, position), left in zip(rows, contenders, strict=True):
+            if len(left) == 1:
+                token_ids[row] = left[0]
+            elif left:
+                ids, peak = _ids(left), float(logits[row, token_ids[row]])
+                scaled = _scale(logits[row, ids], peak, min(state.params.temperature, _MAX_TEMPERATURE))
+                draws.append(_Draw(row, state.seed, position, ids, scaled))
+            else:
+                draws.append(_Draw(row, state.seed, position, *candidates(logits[row], state.params)))
+        return draws
 
     def _check(self, logits: FloatArray, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
         expected = (len(states), self.vocab_size)
@@ -219,6 +269,19 @@ class Sampler:
             raise LaunchError(f"logits must be float32 {expected}, found {logits.dtype} {logits.shape}")
         if len(positions) != len(states):
             raise LaunchError(f"positions must be one per row ({len(states)}), found {len(positions)}")
+
+
+def _masks(states: Sequence[SamplingState], errors: list[str | None], vocab_size: int) -> dict[int, WordArray]:
+    """Row → mask of each that is held to a form and has no error; the error of a form is added to `errors`."""
+    held = [(row, state.matcher) for row, state in enumerate(states) if state.matcher is not None]
+    found = [(row, matcher) for row, matcher in held if errors[row] is None]
+    if not found:
+        return {}
+    words = np.zeros((len(found), (vocab_size + 31) // 32), dtype=np.uint32)
+    fill_masks([matcher for _, matcher in found], words)
+    for row, matcher in found:
+        errors[row] = matcher.error
+    return {row: mask for (row, matcher), mask in zip(found, words, strict=True) if matcher.error is None}
 
 
 def candidates(row: FloatArray, params: SamplingParams) -> tuple[IdArray, FloatArray]:
@@ -235,9 +298,7 @@ def candidates(row: FloatArray, params: SamplingParams) -> tuple[IdArray, FloatA
     """
     peak = float(row.max())
     temperature = min(params.temperature, _MAX_TEMPERATURE)
-    lowest = _LOWEST
-    if params.min_p > 0.0:
-        lowest = max(lowest, peak + temperature * math.log(params.min_p))
+    lowest = _lowest_by_min_p(peak, temperature, params.min_p)
     if 0 < params.top_k < len(row):
         lowest = max(lowest, float(_kth_greatest(row, params.top_k)))
     if params.top_p < 1.0:
@@ -246,6 +307,18 @@ def candidates(row: FloatArray, params: SamplingParams) -> tuple[IdArray, FloatA
     else:
         ids = np.flatnonzero(row >= max(lowest, peak - _HOPELESS * temperature))
     return ids, _scale(row[ids], peak, temperature)
+
+
+def _lowest_by_min_p(peak: float, temperature: float, min_p: float) -> float:
+    return max(_LOWEST, peak + temperature * math.log(min_p)) if min_p > 0.0 else _LOWEST
+
+
+def _kernel_draw(row: FloatArray, greatest_id: int, state: SamplingState, position: int) -> Draw:
+    """A row as RowKernels.draw takes it."""
+    params, peak = state.params, float(row[greatest_id])
+    temperature = min(params.temperature, _MAX_TEMPERATURE)
+    lowest = _lowest_by_min_p(peak, temperature, params.min_p)
+    return row, state.seed, position, params.top_p, params.top_k, peak, temperature, lowest
 
 
 def _nucleus(scaled: FloatArray, top_p: float) -> npt.NDArray[np.intp]:
@@ -309,11 +382,18 @@ def _result(
     errors: list[str | None],
     raw_rows: dict[int, FloatArray],
     states: Sequence[SamplingState],
+    kernels: RowKernels | None,
 ) -> SampleResult:
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     for row, error in enumerate(errors):
         if error is not None:
             token_ids[row] = NO_TOKEN
-        elif row in raw_rows:
-            logprobs[row] = row_logprobs(raw_rows[row], token_ids[row], states[row].params.logprobs or 0)
+    rows = [row for row in raw_rows if errors[row] is None]
+    wanted = [(raw_rows[row], token_ids[row], states[row].params.logprobs or 0) for row in rows]
+    found = kernels.logprobs(wanted) if kernels is not None and wanted else [None] * len(rows)
+    for row, (logits, chosen_id, num_top), entry in zip(rows, wanted, found, strict=True):
+        if entry is None:
+            logprobs[row] = row_logprobs(logits, chosen_id, num_top)
+        else:
+            logprobs[row] = logprobs_entry(logits, chosen_id, *entry)
     return SampleResult(token_ids, logprobs, errors)

@@ -10,7 +10,7 @@ A rendered prompt holds its own BOS where the model wants one: encode it with `a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,8 @@ def render_chat(
             "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
             param="continue_final_message",
         )
+    if tools and not takes_tools(template):
+        raise RequestError("the chat template takes no tools; leave them out, or give another one", param="tools")
     chat = check_messages(messages)
     if continue_final_message:
         chat[-1] = mark_end(chat[-1])
@@ -132,6 +134,8 @@ def check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 raise RequestError(
                     f"{where}[{index}].function.arguments is not JSON: {error}", param="messages"
                 ) from None
+        elif arguments is None:
+            arguments = {}
         checked.append(call | {"function": function | {"arguments": arguments}})
     return checked
 
@@ -166,6 +170,25 @@ def run_template(template: str, variables: dict[str, Any]) -> str:
 def compile_template(template: str) -> jinja2.Template:
     """A template compiled in the sandbox; jinja2.TemplateSyntaxError where it is none."""
     return environment().from_string(template)
+
+
+@lru_cache(MAX_COMPILED_TEMPLATES)
+def takes_tools(template: str) -> bool:
+    """Whether a template reads the variable `tools`. One that is no template does not."""
+    import jinja2
+    from jinja2.nodes import Name
+
+    try:
+        names = environment().parse(template).find_all(Name)
+    except jinja2.TemplateSyntaxError:
+        return False
+    return any(name.name == "tools" and name.ctx == "load" for name in names)
+
+
+def choose_template(templates: Mapping[str, str], has_tools: bool) -> str | None:
+    """Of a model's templates by name: the one for tools where there are some and it has one, else the usual one."""
+    usual = templates.get("default")
+    return templates.get("tool_use", usual) if has_tools else usual
 
 
 @cache

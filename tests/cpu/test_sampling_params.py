@@ -50,6 +50,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "allowed_token_ids": None,
         "bad_words": (),
         "skip_reading_prefix_cache": False,
+        "structured_outputs": None,
     }
 
 
