@@ -10,6 +10,13 @@ import click
 from lean_engine.cli.lazy_group import LazyGroup
 
 SUBCOMMANDS = {  # name → the module that holds it
+    "serve": "lean_engine.cli.bench_serve",
+    "latency": "lean_engine.cli.bench_latency",
+    "throughput": "lean_engine.cli.bench_throughput",
+    "startup": "lean_engine.cli.bench_startup",
+    "sweep": "lean_engine.cli.bench_sweep",
+    "kernels": "lean_engine.cli.bench_kernels",
+    "compare": "lean_engine.cli.bench_compare",
     "memory": "lean_engine.cli.bench_memory",
 }
 
@@ -22,6 +29,6 @@ class BenchGroup(LazyGroup):
 @click.group("bench", cls=BenchGroup, invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure the engine."""
+    """Measure the engine, or any server."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
