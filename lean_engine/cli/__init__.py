@@ -22,6 +22,8 @@ from lean_engine.cli.lazy_group import LazyGroup
 from lean_engine.errors import ConfigError, LeanEngineError, RequestError
 
 COMMANDS = {  # name → the module that holds it
+    "serve": "lean_engine.cli.serve",
+    "run-batch": "lean_engine.cli.run_batch",
     "generate": "lean_engine.cli.generate",
     "chat": "lean_engine.cli.chat",
     "inspect": "lean_engine.cli.inspect",

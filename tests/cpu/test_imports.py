@@ -27,8 +27,9 @@ ALLOWED = {
 }
 ALLOWED["engine"] = set(ALLOWED)
 ALLOWED["llm"] = ALLOWED["engine"] | {"engine"}
-ALLOWED["bench"] = {"errors", "units", "config", "memory", "scheduling"}
-ALLOWED["cli"] = ALLOWED["llm"] | {"llm", "bench", "__version__"}
+ALLOWED["bench"] = ALLOWED["llm"] | {"llm", "__version__"}
+ALLOWED["server"] = ALLOWED["llm"] | {"llm", "histogram", "__version__"}
+ALLOWED["cli"] = ALLOWED["llm"] | {"llm", "server", "bench", "__version__"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
