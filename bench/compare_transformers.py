@@ -50,7 +50,8 @@ def load_lean_engine(model: str, threads: int) -> tuple[Generate, str]:
     import lean_engine
     from lean_engine import LLM, SamplingParams
 
-    llm = LLM(model, threads=threads, max_model_len=1024)
+    # Prompts are random, and the peer keeps nothing of finished requests: no prefix cache here either.
+    llm = LLM(model, threads=threads, max_model_len=1024, enable_prefix_caching=False)
     engine = llm.engine
 
     def generate(batch: list[list[int]], new_tokens: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: "4GiB", "512 MiB", "1.5GB", 1073741824."""
+"""Numbers as people write them: "4GiB", "512 MiB", "1.5GB", 1073741824 bytes; "1 token", "2,048 tokens"."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ for _power, _letter in enumerate("kmgt", 1):
     }  # a lone letter reads as in vLLM: 1K = 1024, 1k = 1000
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+)(\.\d+)?\s*([a-zA-Z]*)", re.ASCII)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def parse_bytes(text: str | int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -284,10 +284,7 @@ def observe(step_log: str | None, usage: KvUsage | None) -> Iterator[OnStep | No
         if usage is not None:
             observers.append(usage.add)
         if step_log is not None:
-            try:
-                file = stack.enter_context(open(step_log, "w", encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"{step_log}: cannot be written: {error.strerror or error}") from None
+            file = stack.enter_context(written_file(step_log))
             observers.append(lambda record: print(json.dumps(log_line(record)), file=file))
 
         def on_step(record: StepRecord) -> None:
@@ -295,6 +292,16 @@ def observe(step_log: str | None, usage: KvUsage | None) -> Iterator[OnStep | No
                 observer(record)
 
         yield on_step if observers else None
+
+
+@contextmanager
+def written_file(path: str) -> Iterator[TextIO]:
+    """A text file; ConfigError names it where it cannot be opened, or not be written to the end."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def log_line(record: StepRecord) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lean_engine.bench.grid import Point
 from lean_engine.bench.memory import MemoryReport
+from lean_engine.units import plural
 
 STATE = {"running": "requests decode", "waiting": "wait"}
 Row = tuple[str, str, str]  # what, how much, in what unit or of what
@@ -42,7 +43,7 @@ def describe_workload(c: Mapping[str, Any], swept: Collection[str] = ()) -> str:
         facts = [f"{c[name]:,} {what}" for name, what in STATE.items() if name not in swept]
         return "steady state: " + ", ".join([*facts, f"seed {c['seed']}"])
     arrivals = f"{c['request_rate']} conversations per step; " if "request_rate" in c else ""
-    return f"{c['workload']}: {c['num_requests']:,} requests; {arrivals}seed {c['seed']}"
+    return f"{c['workload']}: {plural(c['num_requests'], 'request')}; {arrivals}seed {c['seed']}"
 
 
 def groups(r: MemoryReport) -> dict[str, list[Row]]:

@@ -17,7 +17,7 @@ from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
 from lean_engine.cli.inspect_kernels import list_kernels
 from lean_engine.cli.options import Command, Option, engine_options, flag, is_given, model_argument, tokens
 from lean_engine.config import EngineConfig
-from lean_engine.units import format_bytes
+from lean_engine.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from lean_engine.config import ModelConfig
@@ -90,6 +90,7 @@ EXAMPLES = (
     "enable_chunked_prefill",
     "block_size",
     "threads",
+    "cpu_kernels",
     "dtype",
     "revision",
     "hf_token",
@@ -205,30 +206,27 @@ def inspect_model(
     """
     from lean_engine import models
     from lean_engine.dtypes import dtype
+    from lean_engine.engine.cpu_device import scratch_of
     from lean_engine.engine.start import max_model_len_of
     from lean_engine.passes import lower, optimize, plan_memory
     from lean_engine.passes.report import measure, num_parameters, parameter_bytes
-    from lean_engine.runtime.cpu.device import CpuDevice
     from lean_engine.scheduling.setup import largest_step, step_dims
 
     checkpoint = open_checkpoint(model, revision=engine.revision, token=engine.hf_token, load_format="dummy")
     config = models.configure(checkpoint.config)
     limit = max_model_len_of(config, engine)
     step = make_step(num_tokens, num_requests, context, limit)
-    device = CpuDevice(engine.threads)
-    element_type, workspace = device.compute_dtype, device.workspace_bytes
+    num_threads, workspace = scratch_of(engine)
+    element_type = "float32"
     if engine.dtype not in ("auto", element_type):  # another device's, whose kernels' scratch is not known here
         element_type, workspace = engine.dtype, lambda launch, dims: 0
-    try:
-        before = models.build(config, element_type, limit)
-        after = optimize(before)
-        largest = largest_step(engine, limit)
-        lowered = lower(after)
-        plans = [
-            plan_memory(lowered, step_dims(dims, limit, engine.block_size), workspace) for dims in (step.dims, largest)
-        ]
-    finally:
-        device.close()
+    before = models.build(config, element_type, limit)
+    after = optimize(before)
+    largest = largest_step(engine, limit)
+    lowered = lower(after)
+    plans = [
+        plan_memory(lowered, step_dims(dims, limit, engine.block_size), workspace) for dims in (step.dims, largest)
+    ]
     count = num_parameters(before)
     return Report(
         model=model,
@@ -244,7 +242,7 @@ def inspect_model(
         arena_bytes=plans[0].arena_bytes,
         largest_step=largest,
         largest_arena_bytes=plans[1].arena_bytes,
-        threads=device.num_threads,
+        threads=num_threads,
     )
 
 
@@ -333,10 +331,6 @@ def describe_layers(counts: list[int]) -> str:
             parts.append(f"{count} in {layer_range(first, layer)}")
             first = layer + 1
     return ", ".join(parts)
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_flops(count: int) -> str:

@@ -17,13 +17,12 @@ import click
 from lean_engine.bench.trace import read_trace
 from lean_engine.checkpoint import DEFAULT_MODEL
 from lean_engine.cli.footprint import Footprint, footprint_of
-from lean_engine.cli.inspect import plural
 from lean_engine.cli.options import Command, Option, engine_options, model_argument, size, tokens
 from lean_engine.config import EngineConfig
 from lean_engine.errors import OutOfMemory
 from lean_engine.memory.budget import available_memory_bytes, fit_max_model_len, size_pool
 from lean_engine.memory.capacity import Occupancy, RequestShape, contiguous, paged
-from lean_engine.units import format_bytes
+from lean_engine.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

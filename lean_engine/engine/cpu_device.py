@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.config import EngineConfig
 from lean_engine.errors import ConfigError
+from lean_engine.ir.graph import Dims
+from lean_engine.passes import Launch
 from lean_engine.runtime.device import Device
 from lean_engine.sampling.row_kernels import RowKernels
 
@@ -53,6 +56,27 @@ def row_kernels(device: Device) -> RowKernels | None:
     from lean_engine.runtime.cpu.native.sampling import RowSampling
 
     return RowSampling(device.native) if isinstance(device, NativeCpuDevice) else None
+
+
+def scratch_of(config: EngineConfig) -> tuple[int, Callable[[Launch, Dims], int]]:
+    """Threads and workspace_bytes of the device that these options make; nothing is compiled."""
+    from lean_engine.runtime.cpu import device as numpy_kernels
+    from lean_engine.runtime.cpu.host_memory import usable_cpus
+    from lean_engine.runtime.cpu.native import device as compiled
+
+    kernels = compiled if config.cpu_kernels != "numpy" and has_compiler() else numpy_kernels
+    num_threads = config.threads or usable_cpus()
+    return num_threads, lambda launch, dims: kernels.workspace_bytes(launch, dims, num_threads)
+
+
+def has_compiler() -> bool:
+    from lean_engine.runtime.cpu.native.compiler import find_compiler
+
+    try:
+        find_compiler()
+    except ConfigError:
+        return False
+    return True
 
 
 def compiled_kernels(progress: bool) -> Path:

@@ -172,6 +172,7 @@ class HttpServer:
         cache = {name: getattr(llm.config, name) for name in options}
         cache |= {"block_size": llm.config.block_size, "num_gpu_blocks": pool.num_usable}
         service.metrics.open(model.names[0], model.max_model_len, cache, pool)
+        llm.engine.grammars.guard()
         service.model, service.loaded_time, self._llm = model, int(time.time()), llm
         return llm.engine
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -521,6 +520,11 @@ def test_refused_requests_are_reported_and_no_failure(capsys: Capture) -> None:
 )
 def test_what_is_wrong_is_one_line(capsys: Capture, args: list[str], expected: str) -> None:
     assert expected in fail(capsys, *args)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_step_log_on_a_full_disk_is_named(capsys: Capture) -> None:
+    assert "/dev/full: cannot be written: No space left" in fail(capsys, "--step-log", "/dev/full")
 
 
 def test_a_bad_line_of_a_trace_is_named(capsys: Capture, tmp_path: Path) -> None:

@@ -391,7 +391,10 @@ def test_a_prompt_is_a_message_unless_it_has_been_through_the_template(llm: LLM,
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["genrate"], "unknown command 'genrate'; there are: serve, run-batch, generate, chat, inspect, plan, bench, demo"),
+        (
+            ["genrate"],
+            "unknown command 'genrate'; there are: serve, run-batch, generate, chat, inspect, plan, bench, demo",
+        ),
         (["--bogus"], "--bogus"),
         (["generate", MODEL, "--raw", "--prompt", "a", "--bogus"], "--bogus"),
         (["generate", MODEL], "no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input"),

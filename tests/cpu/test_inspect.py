@@ -121,10 +121,11 @@ def test_parameters_are_the_elements_of_the_checkpoint(name: str) -> None:
 # --- the command
 
 
-def test_arena_of_the_largest_step_is_the_engine_s(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--threads", "1"]
+@pytest.mark.parametrize("kernels", ["auto", "numpy"])
+def test_arena_of_the_largest_step_is_the_engine_s(kernels: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--threads", "1", "--cpu-kernels", kernels]
     found = figures(capsys, str(directory(LLAMA)), *options)
-    with LLM(directory(LLAMA), max_num_seqs=8, max_num_batched_tokens=32, threads=1) as llm:
+    with LLM(directory(LLAMA), max_num_seqs=8, max_num_batched_tokens=32, threads=1, cpu_kernels=kernels) as llm:
         program = llm.engine.runner.program
         assert found["largest_arena_bytes"] == program.plan.arena_bytes
         assert found["largest_step"] == {name: program.max_dims[name] for name in ("T", "B", "R")}

@@ -1,12 +1,14 @@
 """The real model: chat prompts and greedy answers of SmolLM2-135M-Instruct equal transformers'."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from conftest import LoadLLM
 
 from lean_engine import LLM, SamplingParams
+from lean_engine.engine.cpu_device import has_compiler
 
 GOLDEN = json.loads((Path(__file__).resolve().parents[1] / "data" / "smollm2.json").read_text())
 GREEDY = SamplingParams(temperature=0, max_tokens=GOLDEN["max_new_tokens"])
@@ -55,3 +57,44 @@ def test_no_model_means_the_demo_model(demo_model: str, load_llm: LoadLLM) -> No
     llm = LLM(max_model_len=64, threads=1)
     assert llm.model == demo_model
     llm.close()
+
+
+TEXT = Path(__file__).resolve().parents[1] / "data" / "public_domain.txt"
+
+
+def mean_logprob(model: str, **options: str) -> float:
+    """Of the text's tokens, in windows of 256."""
+    with LLM(model, threads=2, max_model_len=257, cpu_kernels="compiled", **options) as llm:
+        ids = llm.engine.tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+        windows = [{"prompt_token_ids": ids[start : start + 256]} for start in range(0, len(ids), 256)]
+        outputs = llm.generate(windows, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    found = [
+        row[token].logprob
+        for window, output in zip(windows, outputs, strict=True)
+        for token, row in zip(window["prompt_token_ids"], output.prompt_logprobs, strict=True)
+        if row is not None
+    ]
+    return sum(found) / len(found)
+
+
+@pytest.fixture(scope="module")
+def exact_logprob(demo_model: str) -> float:
+    if not has_compiler():
+        pytest.skip("reduced precision needs the compiled kernels, and no C compiler is installed")
+    return mean_logprob(demo_model, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({}, 1e-6),
+        ({"dtype": "bfloat16"}, 0.002),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}, 0.002),
+        ({"quantization": "int8"}, 0.01),
+    ],
+    ids=["as stored", "bfloat16", "bfloat16 keys and values", "int8"],
+)
+def test_reduced_precision_keeps_the_perplexity_of_a_text(
+    options: dict[str, str], bound: float, demo_model: str, exact_logprob: float
+) -> None:
+    assert abs(math.expm1(exact_logprob - mean_logprob(demo_model, **options))) < bound

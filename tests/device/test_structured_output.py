@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LoadLLM
+from conftest import TINY, LoadLLM
 
 from lean_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from lean_engine.errors import RequestError
@@ -178,8 +178,6 @@ def chat_model(source: Path, target: Path) -> Path:
 
 
 def test_required_tools_are_called_by_a_model_that_knows_nothing(load_llm: LoadLLM, tmp_path: Path) -> None:
-    from conftest import TINY
-
     llm: LLM = load_llm(chat_model(TINY / "llama-gqa-tied", tmp_path / "model"))
     parameters = {
         "type": "object",

@@ -119,6 +119,15 @@ def test_what_is_wrong_with_a_form_is_named(server: Live, fields: dict[str, Any]
     server.wait_until_idle()
 
 
+def test_forms_of_clients_are_tried_in_another_process_first(server: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "ab?c"}}
+    assert server.request("/v1/completions", body)[0] == 200
+    trial = server.engine.grammars._trial
+    assert trial is not None
+    assert trial._process is not None
+    assert trial._process.poll() is None
+
+
 def test_required_tools_are_called(client: openai.OpenAI, terse: dict[str, Any]) -> None:
     wanted: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, **terse}
     got = client.chat.completions.create(**wanted).choices[0]

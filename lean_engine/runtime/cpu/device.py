@@ -80,6 +80,13 @@ def rows_of(args: LaunchArgs, part: slice, row_inputs: tuple[int, ...]) -> Launc
     return replace(args, inputs=inputs, outputs=outputs)
 
 
+def workspace_bytes(launch: Launch, dims: Dims, num_threads: int) -> int:
+    """See runtime.device.Device.workspace_bytes."""
+    shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
+    scratch = KERNELS[launch.kernel].scratch(shapes, launch.scalars, num_threads)
+    return sum(align(4 * math.prod(shape)) for shape in scratch)
+
+
 class CpuDevice(HostMemory):
     """See runtime.device.Device.
 
@@ -106,9 +113,7 @@ class CpuDevice(HostMemory):
         return array_bytes(source, self.compute_dtype)
 
     def workspace_bytes(self, launch: Launch, dims: Dims) -> int:
-        shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
-        scratch = KERNELS[launch.kernel].scratch(shapes, launch.scalars, self.num_threads)
-        return sum(align(4 * math.prod(shape)) for shape in scratch)
+        return workspace_bytes(launch, dims, self.num_threads)
 
     def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
         by_team = self._capture_all(launches, Scope(self.team, self._constants))

@@ -27,6 +27,12 @@ ARGUMENTS = tuple(struct for module in (*MODULES, sampling) for struct in module
 KV_CACHE_DTYPES = ("float32", "bfloat16", "float16")
 
 
+def workspace_bytes(launch: Launch, dims: Dims, num_threads: int) -> int:
+    """See runtime.device.Device.workspace_bytes; needs no library."""
+    shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
+    return KERNELS[launch.kernel].workspace_bytes(shapes, launch.scalars, num_threads)
+
+
 class NativeCpuDevice(HostMemory):
     """See runtime.device.Device.
 
@@ -68,8 +74,7 @@ class NativeCpuDevice(HostMemory):
         return matrices.matrix_bytes(source, store, self.precision, self.native.library)
 
     def workspace_bytes(self, launch: Launch, dims: Dims) -> int:
-        shapes = [v.type.concrete_shape(dims) for v in launch.inputs]
-        return KERNELS[launch.kernel].workspace_bytes(shapes, launch.scalars, self.num_threads)
+        return workspace_bytes(launch, dims, self.num_threads)
 
     def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
         scope = Scope(self.native.library, self.num_threads, self._constants)
