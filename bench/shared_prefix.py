@@ -67,7 +67,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
         "machine": cpu_name(),
-        "model": llms["on"].model,
+        "model": Path(llms["on"].model).name,
         "figures": figures,
     }
     with RESULTS.open("a") as file:

@@ -2,7 +2,8 @@
 
 ModelConfig is read from a config.json mapping in the transformers 4 or 5 spelling (GGUF metadata is translated to that
 spelling by checkpoint/). Everything the forward pass depends on is a field here; an unknown value is refused by name.
-A family's file under models/ supplies the defaults its config.json may leave out.
+A family's file under models/ supplies the defaults its config.json may leave out. Over 400 lines because both are
+lists of fields with a check for each, and a reader looks a field up in one place.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ which slot, and never uploads what a slot holds again. The kernels (sampling.cu,
 tokens that sampling/sampler.py chooses on the same logits, up to the last bit of logarithms and exponentials.
 
 Launches follow a step's logits in the order that `sampling_calls` gives; `decodes_call` comes first in the next step;
-`start_call` comes between steps. Letters: R rows, V vocabulary, P parts of a row.
+`start_call` comes between steps. Letters: R rows, V vocabulary, P parts of a row. Over 400 lines because the arrays and
+the launches that take them, argument by argument, are read side by side.
 """
 
 from __future__ import annotations
