@@ -66,6 +66,8 @@ class LLM:
         self.model = DEFAULT_MODEL if model is None else str(model)
         self.config = EngineConfig.from_options(options)
         self._template = read_template(self.config.chat_template)
+        if self._template is not None:
+            check_template(self._template)
         self._started = start_engine(self.model, self.config, on_load, show_downloads)
         self.engine = self._started.engine
         self._num_requests = 0
@@ -328,6 +330,18 @@ class LLM:
                 yield group.output(tokenizer, deltas)
         finally:
             self.engine.abort(group.request_id)
+
+
+def check_template(template: str) -> None:
+    """ConfigError where a chat template is no Jinja."""
+    import jinja2
+
+    from lean_engine.text.chat import compile_template
+
+    try:
+        compile_template(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from None
 
 
 def read_template(given: str | None) -> str | None:

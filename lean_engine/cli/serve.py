@@ -204,6 +204,8 @@ def command(model: str | None, server: dict[str, Any], engine: dict[str, Any]) -
     variable, LEAN_ENGINE_ and its name in capitals (LEAN_ENGINE_PORT), and a key of --config. The command line goes
     before the environment, and that before the file.
     """
+    if os.environ.get("LEAN_ENGINE_API_KEY") == "":  # click takes an empty variable for an unset one
+        raise ConfigError("LEAN_ENGINE_API_KEY is empty, which would open the server to all; unset it or give a key")
     config = ServerConfig(**server_values(server))
     EngineConfig.from_options(engine)  # refuses a bad value before a port is taken
     set_up_logging()

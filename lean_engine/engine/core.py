@@ -362,12 +362,19 @@ class Engine:
                 self._finish_answer(request, {})
 
     def close(self) -> None:
-        """Abort what runs and give the device back."""
-        for request_id in list(self._groups):
-            self.abort(request_id)
-        self._is_closed = True
-        self.grammars.close()
-        self.runner.close()
+        """Abort what runs and give the device back.
+
+        Raises:
+            RequestError: another thread is in the middle of a step; nothing has changed then.
+        """
+        if self._is_closed:
+            return
+        with self._in_turn():
+            for request_id in list(self._groups):
+                self.abort(request_id)
+            self._is_closed = True
+            self.grammars.close()
+            self.runner.close()
 
 
 def check_cache_salt(cache_salt: object) -> None:

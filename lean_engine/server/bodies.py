@@ -59,16 +59,22 @@ def too_large(max_bytes: int) -> RequestError:
 def decode(body: bytes, kind: type[S]) -> S:
     """The body as a struct; fields that are not known but null are passed over."""
     try:
-        return decoder(kind).decode(body)
-    except msgspec.ValidationError as error:
-        unknown = _UNKNOWN.match(str(error))
-        if unknown is not None and " - at " not in str(error) and (rest := without_nulls(body, kind)) is not None:
-            return decode(rest, kind)
-        raise refusal(str(error)) from None
+        return checked(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise malformed(body, str(error)) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
+
+
+def checked(body: bytes, kind: type[S]) -> S:
+    """As `decode`, where the body is JSON and not nested too deeply."""
+    try:
+        return decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        unknown = _UNKNOWN.match(str(error))
+        if unknown is not None and " - at " not in str(error) and (rest := without_nulls(body, kind)) is not None:
+            return checked(rest, kind)
+        raise refusal(str(error)) from None
 
 
 @cache

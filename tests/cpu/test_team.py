@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -135,6 +137,18 @@ def test_many_small_runs_finish() -> None:
     for _ in range(2000):
         team.run(tasks)
     assert counts == [2000, 2000]
+    team.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_runs_on_threads_of_its_own() -> None:
+    team = Team(2)
+    team.run([int, int])
+    child = multiprocessing.get_context("fork").Process(target=team.run, args=([int, int],))
+    child.start()
+    child.join(timeout=20)
+    assert child.exitcode == 0
     team.close()
 
 

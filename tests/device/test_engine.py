@@ -312,6 +312,20 @@ def test_two_threads_at_once_are_refused(load_llm: LoadLLM) -> None:
         engine.step()
 
 
+def test_closing_during_another_thread_s_step_is_refused(load_llm: LoadLLM) -> None:
+    llm = load_llm()
+    with llm.engine._in_turn(), pytest.raises(RequestError, match="another thread is using this engine"):
+        llm.close()
+    assert llm.generate("x", SamplingParams(max_tokens=2))[0].finished
+    llm.close()
+    llm.close()
+
+
+def test_a_chat_template_that_is_no_jinja_is_refused_at_the_start(load_llm: LoadLLM) -> None:
+    with pytest.raises(ConfigError, match=r"chat template, line 1: .*end of template"):
+        load_llm(chat_template="{% if")
+
+
 def test_kv_blocks_beyond_the_memory_are_refused(load_llm: LoadLLM) -> None:
     with pytest.raises(OutOfMemory, match=r"10000001 KV blocks need .* are free beside the weights"):
         load_llm("qwen2", num_gpu_blocks_override=10**7)

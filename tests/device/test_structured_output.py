@@ -86,13 +86,15 @@ def test_neighbours_without_a_form_do_not_notice(load_llm: LoadLLM) -> None:
     prompts = prompts_of(4)
     alone = load_llm().generate(prompts, FREE)
     llm = load_llm()
-    params = [p for _ in range(4) for p in (FREE, WILD)]
+    params = [p for seed in range(4) for p in (FREE, replace(WILD, seed=seed))]
     mixed = llm.generate([p for prompt in prompts for p in (prompt, prompt)], params)
     for found, wanted in zip(mixed[::2], alone, strict=True):
         assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
         assert found.outputs[0].finish_reason == "length"
-    for held in mixed[1::2]:
-        assert_valid(json.loads(held.outputs[0].text))
+    done = [held.outputs[0] for held in mixed[1::2] if held.outputs[0].finish_reason == "stop"]
+    assert done  # others may be numbers of hundreds of digits, cut by max_tokens
+    for answer in done:
+        assert_valid(json.loads(answer.text))
 
 
 def test_a_seeded_answer_does_not_depend_on_its_batch_or_on_preemption(load_llm: LoadLLM) -> None:

@@ -35,6 +35,7 @@ def refusal(live: Live, path: str, body: Any, status: int = 400) -> dict[str, An
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("repetition_penalty", 1e-300),
         ("min_p", 2),
         ("n", 0),
         ("n", "2"),
@@ -121,6 +122,12 @@ def test_what_json_does_not_know_is_refused(live: Live, path: str, literal: str,
 )
 def test_garbage_bodies(live: Live, path: str, body: bytes) -> None:
     refusal(live, path, body)
+
+
+@pytest.mark.parametrize("depth", [500, 990, 1100, 50_000])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_body_nested_deeply_in_an_unknown_field(live: Live, depth: int, is_closed: bool) -> None:
+    refusal(live, "/v1/completions", b'{"a":' * depth + (b"1" + b"}" * depth if is_closed else b""))
 
 
 def test_bytes_that_are_not_utf8_are_named(live: Live) -> None:

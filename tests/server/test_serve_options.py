@@ -101,6 +101,13 @@ def test_the_environment(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.engine["enable_prefix_caching"] is False
 
 
+def test_an_empty_key_in_the_environment_does_not_open_the_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAN_ENGINE_API_KEY", "")
+    assert "LEAN_ENGINE_API_KEY is empty" in failure(capsys)
+
+
 def test_the_file_and_what_goes_before_it(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(

@@ -6,6 +6,7 @@ on a queue and never spin: another busy process slows a step down in proportion 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -67,11 +68,18 @@ class Team:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._workers = [Worker(f"lean-engine-{i}") for i in range(1, num_threads)]
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._workers = [Worker(f"lean-engine-{i}") for i in range(1, self.num_threads)]
         self._stop = weakref.finalize(self, stop_all, self._workers)  # a team that is dropped ends its threads too
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run up to num_threads tasks at once; return when all are done. A task's exception is raised here."""
+        if os.getpid() != self._pid:  # a fork copies no threads: the child starts its own
+            self._stop.detach()
+            self._start()
         workers = self._workers[: len(tasks) - 1]
         try:
             for worker, task in zip(workers, tasks[1:], strict=True):
