@@ -17,7 +17,6 @@ from lean_engine.errors import RequestError
 from lean_engine.sampling.structured_outputs import StructuredOutputsParams, to_structured_outputs
 
 MAX_N = 16_384  # answers per request
-MIN_REPETITION = 1e-4  # logits that are divided by it stay finite
 MIN_TEMPERATURE = 0.01  # smaller ones, 0 apart, are raised to it: logits divided by them overflow
 MAX_LOGIT_BIAS = 100.0
 
@@ -35,7 +34,7 @@ class SamplingParams:
     n: int  # answers per prompt
     presence_penalty: float  # [-2, 2], once for each token generated before
     frequency_penalty: float  # [-2, 2], for each time a token was generated before
-    repetition_penalty: float  # at least 1e-4, divides what the prompt or the output holds; 1 = off
+    repetition_penalty: float  # > 0, divides what the prompt or the output holds; 1 = off
     temperature: float  # 0 = greedy
     top_p: float  # (0, 1]
     top_k: int  # 0 = all; -1 is read as 0
@@ -93,7 +92,7 @@ class SamplingParams:
             n=_integer("n", n, 1, MAX_N),
             presence_penalty=_number("presence_penalty", presence_penalty, -2, 2),
             frequency_penalty=_number("frequency_penalty", frequency_penalty, -2, 2),
-            repetition_penalty=_number("repetition_penalty", repetition_penalty, MIN_REPETITION),
+            repetition_penalty=_number("repetition_penalty", repetition_penalty, 0, excludes_low=True),
             temperature=_temperature(temperature),
             top_p=_number("top_p", top_p, 0, 1, excludes_low=True),
             top_k=max(_integer("top_k", top_k, -1), 0),

@@ -58,7 +58,7 @@ WRONG_VALUES: dict[str, tuple[object, ...]] = {
     "n": (0, -1, True, 1.0, "1", None, 16_385),
     "presence_penalty": (-2.01, 2.01, math.nan, math.inf, "0", None, False),
     "frequency_penalty": (-2.01, 2.01, math.nan, -math.inf, "0", None, True),
-    "repetition_penalty": (0, -1.0, 1e-300, math.nan, math.inf, "1", None, True),
+    "repetition_penalty": (0, -1.0, math.nan, math.inf, "1", None, True),
     "temperature": (-0.1, math.nan, math.inf, -math.inf, "hot", "1", None, True, 10**400, [1]),
     "top_p": (0, 0.0, -0.5, 1.01, math.nan, math.inf, "1", None, True),
     "top_k": (-2, 1.5, 50.0, "50", None, True),

@@ -35,7 +35,6 @@ def refusal(live: Live, path: str, body: Any, status: int = 400) -> dict[str, An
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),
-        ("repetition_penalty", 1e-300),
         ("min_p", 2),
         ("n", 0),
         ("n", "2"),
