@@ -26,7 +26,7 @@ from lean_engine.server.responses import (
     Message,
 )
 from lean_engine.server.service import Service, json_response
-from lean_engine.server.sse import EventStream, event
+from lean_engine.server.sse import EventStream
 
 
 async def create_chat_completion(service: Service, http: Request) -> Response:
@@ -174,24 +174,8 @@ class ChatWriter:
         content = self._body.messages[-1].get("content")
         return content if isinstance(content, str) else ""
 
-    async def events(self, news: AsyncIterator[dict[int, Increment]]) -> AsyncIterator[bytes]:
-        """The stream's events, as many at a time as there are."""
-        generation, body = self._generation, self._body
-        async for increments in news:
-            generation.count(increments)
-            events = []
-            for number in sorted(increments):
-                for choice in self._chunks(number, increments[number]):
-                    chunk = self._chunk([choice])
-                    if body.wants_usage_always:
-                        chunk.usage = generation.usage()
-                    events.append(event(chunk))
-            if events:
-                yield b"".join(events)
-        if body.wants_usage:
-            last = self._chunk([])
-            last.usage = generation.usage()
-            yield event(last)
+    def events(self, news: AsyncIterator[dict[int, Increment]]) -> AsyncIterator[bytes]:
+        return self._generation.events(news, self._chunks, self._chunk)
 
     def _chunks(self, number: int, increment: Increment) -> list[ChatChunkChoice]:
         """The role before a choice's first words, then what is new of it."""

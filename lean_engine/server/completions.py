@@ -18,7 +18,7 @@ from lean_engine.server.model import LoadedModel
 from lean_engine.server.protocol import CompletionRequest, split_prompts
 from lean_engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from lean_engine.server.service import Service, json_response
-from lean_engine.server.sse import EventStream, event
+from lean_engine.server.sse import EventStream
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -82,25 +82,11 @@ class CompletionWriter:
         body.usage = self._generation.usage()
         return body
 
-    async def events(self, news: AsyncIterator[dict[int, Increment]]) -> AsyncIterator[bytes]:
-        """The stream's events, as many at a time as there are."""
-        generation, body = self._generation, self._body
-        async for increments in news:
-            generation.count(increments)
-            events = []
-            for number in sorted(increments):
-                if self._says_nothing(number, increments[number]):
-                    continue
-                chunk = self._response([self._choice(number, increments[number])])
-                if body.wants_usage_always:
-                    chunk.usage = generation.usage()
-                events.append(event(chunk))
-            if events:
-                yield b"".join(events)
-        if body.wants_usage:
-            last = self._response([])
-            last.usage = generation.usage()
-            yield event(last)
+    def events(self, news: AsyncIterator[dict[int, Increment]]) -> AsyncIterator[bytes]:
+        return self._generation.events(news, self._news, self._response)
+
+    def _news(self, number: int, increment: Increment) -> list[CompletionChoice]:
+        return [] if self._says_nothing(number, increment) else [self._choice(number, increment)]
 
     def _says_nothing(self, number: int, increment: Increment) -> bool:
         is_first_echo = bool(self._body.echo) and number not in self._offsets

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lean_engine.engine.messages import Increment, Submission
 from lean_engine.errors import RequestError
@@ -13,7 +13,11 @@ from lean_engine.sampling.params import SamplingParams
 from lean_engine.server.engine_client import EngineClient, Exchange
 from lean_engine.server.model import LoadedModel
 from lean_engine.server.protocol import MAX_CHOICES, GenerationRequest
-from lean_engine.server.responses import Usage, usage
+from lean_engine.server.responses import ChatChunk, Completion, Usage, usage
+from lean_engine.server.sse import event
+
+Chunk = ChatChunk | Completion
+C = TypeVar("C")  # a chunk's choice
 
 
 class Prompt(NamedTuple):
@@ -95,6 +99,35 @@ class Generation:
     def usage(self) -> Usage:
         counts = self._counts
         return usage(counts["prompt_tokens"], counts["completion_tokens"], sum(self._num_cached.values()))
+
+    async def events(
+        self,
+        news: AsyncIterator[dict[int, Increment]],
+        choices_of: Callable[[int, Increment], Sequence[C]],
+        chunk_of: Callable[[list[C]], Chunk],
+    ) -> AsyncIterator[bytes]:
+        """A stream's events, as many at a time as there are.
+
+        Args:
+            choices_of: what is new of a choice, each to be told in a chunk of its own.
+            chunk_of: makes one.
+        """
+        body = self._body
+        async for increments in news:
+            self.count(increments)
+            events = []
+            for number in sorted(increments):
+                for choice in choices_of(number, increments[number]):
+                    chunk = chunk_of([choice])
+                    if body.wants_usage_always:
+                        chunk.usage = self.usage()
+                    events.append(event(chunk))
+            if events:
+                yield b"".join(events)
+        if body.wants_usage:
+            last = chunk_of([])
+            last.usage = self.usage()
+            yield event(last)
 
     def open_exchange(self, num_prompts: int, n: int, timeout: float) -> Exchange:
         """Room for the answers; RequestError, 429 or 503, where there is none."""
