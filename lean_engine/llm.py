@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -268,13 +269,15 @@ class LLM:
         text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
         if isinstance(text, str) and ids is None:
             return Encoded(text, self.tokenizer.encode(text), salt)
-        if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        token_ids = integers(ids)
+        if token_ids is None:
+            found = " ".join(reprlib.repr(dict(prompt)).split())
             raise RequestError(
-                f"a prompt is {reprlib.repr(dict(prompt))}; must be a string, or a mapping with prompt_token_ids, "
-                "a list of integers",
+                f"a prompt is {found}; must be a string, or a mapping with prompt_token_ids, a list or a "
+                "one-dimensional array of integers",
                 param="prompt",
             )
-        return Encoded(text, list(ids), salt)
+        return Encoded(text, token_ids, salt)
 
     def _add(self, prompt: Encoded, params: SamplingParams, priority: int = 0) -> Group:
         self._num_requests += 1
@@ -330,6 +333,18 @@ class LLM:
                 yield group.output(tokenizer, deltas)
         finally:
             self.engine.abort(group.request_id)
+
+
+def integers(values: Any) -> list[int] | None:
+    """A list, a tuple or a one-dimensional array (NumPy's, or one like it) of integers as a list; None for all else."""
+    if hasattr(values, "tolist") and getattr(values, "ndim", None) == 1:
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return None
+    is_plain = all(type(value) is int for value in values)
+    if not is_plain and not all(isinstance(v, Integral) and not isinstance(v, bool) for v in values):
+        return None
+    return list(values) if is_plain else [int(value) for value in values]
 
 
 def check_template(template: str) -> None:

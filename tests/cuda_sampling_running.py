@@ -63,6 +63,9 @@ class Form:
         bits[list(self.allowed)] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
+    def mask(self) -> Array:
+        return self.words
+
     def complete(self, words: Array) -> None:
         words[:] = self.words
 

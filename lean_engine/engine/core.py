@@ -310,7 +310,7 @@ class Engine:
     def _end_failed(self, plan: StepPlan, changed: dict[str, Group]) -> None:
         """Requests that could not be admitted."""
         for request, message in plan.failed:
-            request.payload.error = message
+            request.payload.fail(message)
             self._finish_answer(request, changed)
 
     def _take_errors(self, tokens: StepTokens, changed: dict[str, Group]) -> None:
@@ -320,7 +320,7 @@ class Engine:
                 self._group_of[request.request_id].prompt_logprobs += entries
         for request, message in tokens.errors.items():
             if not request.is_finished:
-                request.payload.error = message
+                request.payload.fail(message)
                 self.scheduler.finish(request.request_id, "error", now=time.monotonic())
                 self._finish_answer(request, changed)
 

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from lean_engine.runtime.cuda import sampling as device
 from lean_engine.runtime.cuda.sampling import SlotSetup
+from lean_engine.sampling.constraints import NOTHING_LEFT
 from lean_engine.sampling.logprobs import FloatArray, TokenLogprobs, logits_error
 from lean_engine.sampling.params import SamplingParams
 from lean_engine.sampling.philox import MAX_GUMBEL, MIN_GUMBEL
-from lean_engine.sampling.sampler import NOTHING_LEFT, SampleResult
+from lean_engine.sampling.sampler import SampleResult
 
 Int32s = npt.NDArray[np.int32]
 

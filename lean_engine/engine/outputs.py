@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lean_engine.sampling.constraints import explained
 from lean_engine.sampling.logprobs import Logprob, TokenLogprobs, to_dicts
 from lean_engine.sampling.params import SamplingParams
 from lean_engine.sampling.sampler import SamplingState
@@ -95,6 +96,10 @@ class Answer:
         self.token_ids += token_ids[:num_kept]
         self.logprobs += logprobs[:num_kept]
         self.cumulative_logprob += sum(float(entry.logprobs[0]) for entry in logprobs[:num_kept])
+
+    def fail(self, error: str) -> None:
+        """Note why the answer ends with finish_reason "error"."""
+        self.error = explained(error, self.params)
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
         """End the answer unless a stop string already has; held text comes out."""

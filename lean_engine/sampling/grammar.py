@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lean_engine.errors import RequestError
+from lean_engine.sampling.constraints import RequestFault
 from lean_engine.sampling.grammar_source import check_size, source_of
 from lean_engine.sampling.grammar_trial import TrialProcess, first_matcher, one_line
 from lean_engine.sampling.structured_outputs import FIELD, StructuredOutputsParams
@@ -191,7 +192,7 @@ class Matcher:
             words[:] = self._grammar.other_words
             return
         if self.inner.is_error():
-            self.error = f"{FIELD}: {one_line(self.inner.get_error())}"
+            self.error = RequestFault(f"{FIELD}: {one_line(self.inner.get_error())}")
             words[:] = 0
             return
         start_id = self._grammar.start_id

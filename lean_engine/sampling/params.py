@@ -143,8 +143,9 @@ class SamplingParams:
             if asked is None or max_logprobs == -1:
                 continue
             if (vocab_size if asked == -1 else asked) > max_logprobs:
+                found = f"-1, which is the whole vocabulary of {vocab_size}" if asked == -1 else str(asked)
                 raise RequestError(
-                    f"{name} must be at most {max_logprobs} (the engine's max_logprobs), found {asked}", param=name
+                    f"{name} must be at most {max_logprobs} (the engine's max_logprobs), found {found}", param=name
                 )
 
     def _refuse_contradictions(self) -> None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lean_engine.errors import LaunchError
+from lean_engine.sampling.constraints import NOTHING_LEFT, check_start
 from lean_engine.sampling.grammar import Matcher, WordArray, exclude, fill_masks
 from lean_engine.sampling.logprobs import FloatArray, TokenLogprobs, logits_error, logprobs_entry, row_logprobs
 from lean_engine.sampling.params import SamplingParams
@@ -32,9 +33,6 @@ from lean_engine.sampling.row_kernels import Draw, RowKernels
 IdArray = npt.NDArray[np.intp]
 
 NO_TOKEN = -1  # the token id of a row with an error
-NOTHING_LEFT = (
-    "no token can be chosen: structured_outputs, allowed_token_ids, bad_words, min_tokens and the penalties leave none"
-)
 
 _LOWEST = -float(np.finfo(np.float32).max)  # the least finite logit
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -65,12 +63,12 @@ class SamplingState:
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         *,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Collection[int] = (),
         bad_words_token_ids: Sequence[tuple[int, ...]] = (),
         answer_index: int = 0,
         matcher: Matcher | None = None,
     ) -> None:
-        """Start an answer.
+        """Start an answer; RequestError where the request's constraints leave no first token.
 
         Args:
             params: checked with `validate_for_model`.
@@ -81,6 +79,8 @@ class SamplingState:
             answer_index: which of the request's n answers this is.
             matcher: this answer's own, of the compiled `params.structured_outputs`.
         """
+        if answer_index == 0:
+            check_start(params, eos_token_ids, bad_words_token_ids, matcher)
         self.params = params
         self.matcher = matcher
         self.seed = resolve_seed(params.seed, answer_index)

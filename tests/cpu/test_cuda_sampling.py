@@ -235,7 +235,8 @@ def test_forms_leave_what_they_allow_and_a_finished_one_ends_all_else(
 
 
 def test_form_that_leaves_no_token_is_an_error_of_its_row() -> None:
-    answers = [ask(form=Form([], 40)), ask(form=Form([3], 40), allowed_token_ids=[4]), ask()]
+    contradicted = ask(form=Form([3], 40), allowed_token_ids=[4], index=1)  # what is refused of a first answer
+    answers = [ask(form=Form([], 40)), contradicted, ask()]
     assert [error is None for error in compare(normal(3, 40), answers, ONE_ORDER).errors] == [False, False, True]
 
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from test_gguf_tokenizer import metadata_of
 
 from lean_engine.errors import RequestError
+from lean_engine.sampling.constraints import NOTHING_LEFT
 from lean_engine.sampling.grammar import MAX_CACHED, GrammarCompiler, Matcher, WordArray, exclude, fill_masks
 from lean_engine.sampling.grammar_trial import TrialProcess
 from lean_engine.sampling.params import SamplingParams
-from lean_engine.sampling.sampler import NOTHING_LEFT, Sampler, SampleResult, SamplingState
+from lean_engine.sampling.sampler import Sampler, SampleResult, SamplingState
 from lean_engine.sampling.structured_outputs import StructuredOutputsParams
 from lean_engine.sampling.vocabulary import exact_encoder
 from lean_engine.text.tokenizer import Tokenizer
@@ -416,10 +417,11 @@ def test_ignore_eos_and_min_tokens_keep_a_form_going_while_it_can() -> None:
 
 
 def test_options_that_leave_no_token_of_the_form_are_an_error_of_that_answer_only() -> None:
-    states = [state_of({"allowed_token_ids": [ord("x")]}, regex="ab"), state_of(regex="ab")]
+    states = [state_of({"allowed_token_ids": [ord("a")]}, regex="ab"), state_of(regex="ab")]
+    assert sample(states).token_ids == [ord("a"), ord("a")]
     result = sample(states)
     assert result.errors == [NOTHING_LEFT, None]
-    assert result.token_ids[1] == ord("a")
+    assert result.token_ids[1] == ord("b")
 
 
 def test_a_fault_of_a_matcher_is_an_error_of_its_answer_only() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from lean_engine.errors import LaunchError
 from lean_engine.sampling import SamplingParams
+from lean_engine.sampling.constraints import NOTHING_LEFT
 from lean_engine.sampling.logprobs import FloatArray
 from lean_engine.sampling.philox import gumbel_rows
-from lean_engine.sampling.sampler import NO_TOKEN, NOTHING_LEFT, Sampler, SamplingState, candidates, resolve_seed
+from lean_engine.sampling.sampler import NO_TOKEN, Sampler, SamplingState, candidates, resolve_seed
 
 # Chi-square exceeded once in 10,000, by degrees of freedom.
 CHI_SQUARE_LIMIT = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74, 6: 27.86, 7: 29.88}
@@ -379,8 +380,9 @@ def test_a_damaged_row_fails_alone(options: dict[str, Any], damage: float) -> No
 
 
 def test_masks_that_leave_no_token_are_an_error() -> None:
-    params = SamplingParams(allowed_token_ids=[3], stop_token_ids=[3], min_tokens=1)
-    result = Sampler(5).sample(normal(1, 5), [SamplingState(params, [])], [0])
+    state = SamplingState(SamplingParams(allowed_token_ids=[3]), [], bad_words_token_ids=[(3, 3)])
+    state.accept(3)
+    result = Sampler(5).sample(normal(1, 5), [state], [0])
     assert result.errors == [NOTHING_LEFT]
     assert result.token_ids == [NO_TOKEN]
 

@@ -208,6 +208,8 @@ def test_logprobs_are_bounded_by_the_engines_limit(name: str, asked: Any, limit:
     with pytest.raises(RequestError, match=f"{name} must be at most {limit}") as caught:
         params.validate_for_model(100, limit)
     assert caught.value.param == name
+    if asked == -1:
+        assert str(caught.value).endswith("found -1, which is the whole vocabulary of 100")
 
 
 def test_params_cannot_be_changed_but_replaced_and_copied() -> None:

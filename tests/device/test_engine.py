@@ -186,6 +186,17 @@ def test_max_tokens_left_out_means_what_is_left_of_the_context(load_llm: LoadLLM
     assert output.finish_reason == "length"
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])
+def test_token_ids_may_be_numpys(load_llm: LoadLLM, kind: Any) -> None:
+    llm = load_llm()
+    ids = list(range(10, 40))
+    array = np.array(ids, dtype=kind)
+    outputs = llm.generate([{"prompt_token_ids": given} for given in (ids, array, list(array), tuple(array))], GREEDY)
+    assert len({tuple(answer) for answer in ids_of(outputs)}) == 1
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 4
+    assert type(outputs[1].prompt_token_ids[0]) is int
+
+
 # -- what is refused, and what it leaves behind
 
 
@@ -200,6 +211,9 @@ def test_max_tokens_left_out_means_what_is_left_of_the_context(load_llm: LoadLLM
         ({"prompt_token_ids": [-1]}, {}, ("-1", "vocabulary")),
         ({"prompt_token_ids": [2**31]}, {}, (str(2**31),)),
         ({"prompt_token_ids": ["5"]}, {}, ("integers",)),
+        ({"prompt_token_ids": np.array([5.0])}, {}, ("integers",)),
+        ({"prompt_token_ids": np.ones((2, 30), dtype=int)}, {}, ("integers",)),
+        ({"prompt_token_ids": [np.True_]}, {}, ("integers",)),
         ({"tokens": [1]}, {}, ("prompt_token_ids",)),
         ({"prompt_token_ids": [5]}, {"logit_bias": {512: 1.0}}, ("logit_bias", "512")),
         ({"prompt_token_ids": [5]}, {"stop_token_ids": [2**31]}, ("stop_token_ids", str(2**31))),
@@ -215,6 +229,7 @@ def test_a_bad_request_is_refused_with_its_numbers_and_the_engine_lives(
     with pytest.raises(RequestError) as error:
         llm.generate([good, prompt], [SamplingParams(temperature=0, max_tokens=4), params])
     assert all(part in str(error.value) for part in found), str(error.value)
+    assert "\n" not in str(error.value)
     assert error.value.status == 400
     assert_idle(llm)
     assert (
