@@ -21,6 +21,8 @@ from lean_engine.errors import RequestError
 from lean_engine.text.parts import TokenizerParts
 from lean_engine.text.spelling import read_spelling
 
+LONG_TEXT = 1024  # characters: a shorter one holds the interpreter for less than a millisecond
+
 
 class Tokenizer:
     """A model's tokenizer. Immutable but for its caches; usable from several threads.
@@ -84,7 +86,11 @@ class Tokenizer:
                 "should be valid Unicode",
                 param="prompt",
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # the same ids; other threads run meanwhile, and offsets that nobody needs are left out
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,32 @@ def test_ids_and_text_are_those_of_transformers(name: str) -> None:
         assert tokenizer.encode(case["text"]) == case["ids"]
         assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids_no_special"]
         assert tokenizer.decode(case["ids_no_special"], skip_special_tokens=False) == case["decoded"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_text_has_the_same_ids(name: str) -> None:
+    text = "<|im_start|>hello naïve 日本 \U0001f600 " * 100
+    for adds in (True, False):
+        expected = reference_of(name).encode(text, add_special_tokens=adds).ids
+        assert tokenizer_of(name).encode(text, add_special_tokens=adds) == expected
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer, is_done, times = tokenizer_of(BYTE_LEVEL), threading.Event(), list[float]()
+
+    def look() -> None:
+        while not is_done.wait(0.001):
+            times.append(time.perf_counter())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    started = time.perf_counter()
+    tokenizer.encode("hello world " * 20_000)
+    ended = time.perf_counter()
+    is_done.set()
+    thread.join()
+    gaps = [after - before for before, after in itertools.pairwise([started, *times, ended])]
+    assert max(gaps) < 0.5 * (ended - started)
 
 
 @given(ids=st.lists(st.integers(0, 503), max_size=20), skip=st.booleans())
