@@ -6,21 +6,27 @@ command line goes before the environment, and that before the file.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lean_engine.checkpoint import DEFAULT_MODEL
+from lean_engine.cli.config_file import (
+    ENVIRONMENT,
+    JsonType,
+    PortType,
+    check_environment,
+    read_config,
+    refuse_two_addresses,
+    unknown_variables,
+)
 from lean_engine.cli.options import RUNNING, Command, Decorator, Option, engine_options, flag, gather, size
 from lean_engine.cli.terminal import progress_bar
 from lean_engine.config import EngineConfig
-from lean_engine.errors import ConfigError
 from lean_engine.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -31,29 +37,8 @@ EXAMPLES = (
     "lean-engine serve Qwen/Qwen3-0.6B --port 8080 --max-model-len 8K --served-model-name qwen",
     "LEAN_ENGINE_API_KEY=secret lean-engine serve --config serve.yaml",
 )
-ENVIRONMENT = "LEAN_ENGINE"
+log = logging.getLogger("lean_engine")
 Names = tuple[str, ...]  # the type of a flag that may be repeated
-
-
-class JsonType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no type argument
-    """A JSON value of one kind; a configuration file gives it as it is."""
-
-    def __init__(self, kind: type[list[Any]] | type[dict[str, Any]], name: str) -> None:
-        self.kind = kind
-        self.name = name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                self.fail(f"{value!r} is not JSON", param, ctx)
-        if isinstance(value, tuple):  # the default
-            return value
-        is_right = isinstance(value, self.kind) and (self.kind is dict or all(isinstance(v, str) for v in value))
-        if not is_right:
-            self.fail(f"{value!r} is not a JSON {self.name}", param, ctx)
-        return tuple(value) if self.kind is list else value
 
 
 JSON_LIST = JsonType(list, "list of strings")
@@ -61,7 +46,7 @@ JSON_OBJECT = JsonType(dict, "object")
 
 SERVER_FLAGS: dict[str, tuple[Any, str, str]] = {  # field of ServerConfig → type, section of the help, help
     "host": (str, "Listening", "Address to listen on; 127.0.0.1 admits this machine only."),
-    "port": (int, "Listening", "Port to listen on; 0 = any free one, which is printed."),
+    "port": (PortType(), "Listening", "Port to listen on; 0 = any free one, which is printed."),
     "uds": (str, "Listening", "Path of a Unix socket to listen on instead of host and port. Default: none."),
     "root_path": (str, "Listening", "Path under which a proxy mounts the server, such as /llm. Default: none."),
     "ssl_keyfile": (
@@ -143,44 +128,6 @@ def server_option(name: str) -> Decorator:
     return click.option(flag(name, has_negative=default is True), name, **settings)
 
 
-def read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
-    """Make the values of a YAML file the defaults of the other flags."""
-    if path is None:
-        return
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: cannot be read as YAML: {error}") from None
-    if not isinstance(content, dict | None):
-        raise ConfigError(f"--config {path}: holds a {type(content).__name__}, must be a mapping of flags to values")
-    params = {p.name: p for p in ctx.command.params if p.name not in (None, "config", "help")}
-    defaults: dict[str, Any] = {}
-    for key, value in (content or {}).items():
-        name = str(key).removeprefix("--").replace("-", "_")
-        if name not in params:
-            raise ConfigError(f"--config {path}: unknown key {key!r}; keys are the flags without their dashes")
-        if value is not None:
-            defaults[name] = checked_value(params[name], value, f"--config {path}: {key}")
-    ctx.default_map = defaults
-
-
-def checked_value(param: click.Parameter, value: Any, where: str) -> Any:
-    """A value of the file, of the kind that the flag has; what it says is checked as on the command line."""
-    if isinstance(param.type, JsonType):
-        return value
-    if param.multiple:
-        items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str | int | float) for item in items):
-            raise ConfigError(f"{where} is {value!r}, must be a string or a list of strings")
-        return [str(item) for item in items]
-    is_switch = isinstance(param.type, click.types.BoolParamType)
-    if isinstance(value, bool) is not is_switch or not isinstance(value, bool | str | int | float):
-        raise ConfigError(f"{where} is {value!r}, must be {'true or false' if is_switch else 'one value'}")
-    return value
-
-
 @click.command("serve", cls=Command, examples=EXAMPLES, context_settings={"auto_envvar_prefix": ENVIRONMENT})
 @click.argument("model", required=False, envvar=f"{ENVIRONMENT}_MODEL")
 @click.option(
@@ -204,11 +151,13 @@ def command(model: str | None, server: dict[str, Any], engine: dict[str, Any]) -
     variable, LEAN_ENGINE_ and its name in capitals (LEAN_ENGINE_PORT), and a key of --config. The command line goes
     before the environment, and that before the file.
     """
-    if os.environ.get("LEAN_ENGINE_API_KEY") == "":  # click takes an empty variable for an unset one
-        raise ConfigError("LEAN_ENGINE_API_KEY is empty, which would open the server to all; unset it or give a key")
+    check_environment(os.environ)
+    refuse_two_addresses(click.get_current_context())
     config = ServerConfig(**server_values(server))
     EngineConfig.from_options(engine)  # refuses a bad value before a port is taken
     set_up_logging()
+    for line in unknown_variables(os.environ, ("config", "model", *server, *engine)):
+        log.warning("%s", line)
     from lean_engine.server.run import HttpServer, raise_file_limit
 
     raise_file_limit()
@@ -241,7 +190,7 @@ def announce(http: Any, url: str) -> None:
         and http.config.uds is None
         and http.config.host not in ("127.0.0.1", "::1", "localhost")
     ):
-        logging.getLogger("lean_engine").warning(
+        log.warning(
             "whoever reaches %s:%s may use it; --api-key or --host 127.0.0.1 restricts that",
             http.config.host,
             url.rpartition(":")[2],

@@ -18,7 +18,7 @@ from lean_engine.errors import RequestError
 from lean_engine.server import responses
 from lean_engine.server.chat import create_chat_completion
 from lean_engine.server.completions import create_completion
-from lean_engine.server.engine_client import READY
+from lean_engine.server.engine_client import DRAINING, READY
 from lean_engine.server.errors import error_response
 from lean_engine.server.gate import Gate
 from lean_engine.server.metrics import CONTENT_TYPE
@@ -32,9 +32,11 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 async def health(service: Service, http: Request) -> Response:
     """200 while requests are served; 503 while the model loads, when no step completes, and at the end."""
-    stuck = service.client.seconds_without_progress()
-    if service.client.state != READY:
-        raise RequestError(f"not ready: {service.client.state}", status=503)
+    client = service.client
+    stuck = client.seconds_without_progress()
+    if client.state != READY:
+        rest = f", {client.num_open} answers are to end first" if client.state == DRAINING else ""
+        raise RequestError(f"not ready: {client.state}{rest}", status=503)
     if stuck > service.config.watchdog_timeout:
         raise RequestError(f"no step was completed for {stuck:.0f} s", status=503)
     return Response()
@@ -110,7 +112,9 @@ def make_app(service: Service) -> ASGIApp:
         Router(routes, redirect_slashes=False), handlers={HTTPException: wrong_address, RequestError: refused}
     )
     return CORSMiddleware(
-        Gate(app, config.api_key, logs_access=not config.disable_access_log),
+        Gate(
+            app, config.api_key, logs_access=not config.disable_access_log, is_ending=lambda: service.client.is_ending
+        ),
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,

@@ -93,7 +93,7 @@ def without_nulls(body: bytes, kind: type[msgspec.Struct]) -> bytes | None:
 def refusal(message: str) -> RequestError:
     """A body that is JSON and not what it should be. message: msgspec's."""
     path = _PATH.search(message)
-    where = path[1] if path is not None else ""
+    where = path[1].partition("[...]")[0] if path is not None else ""  # the name of a key is not told
     said = _PATH.sub("", message).replace("`", "")
     for pattern in (_UNKNOWN, _MISSING):
         if match := pattern.match(message):
@@ -115,7 +115,8 @@ def malformed(body: bytes, message: str) -> RequestError:
         if found is not None:
             where, what = found
             return RequestError(f"{where or 'the body'}: {what}", param=where or None)
-    return RequestError(f"the body is not JSON: {message[:1].lower()}{message[1:]}")
+    reason = message.removeprefix("JSON is malformed: ")
+    return RequestError(f"the body is not JSON: {reason[:1].lower()}{reason[1:]}")
 
 
 def find_impossible(value: Any, path: str) -> tuple[str, str] | None:

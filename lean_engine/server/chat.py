@@ -15,7 +15,7 @@ from lean_engine.server.answers import AnswerForm, AnswerReader, structured_outp
 from lean_engine.server.generation import Generation, Prompt, sampling_params
 from lean_engine.server.logprobs import LogprobWriter
 from lean_engine.server.model import LoadedModel
-from lean_engine.server.protocol import ChatRequest
+from lean_engine.server.protocol import ChatRequest, adds_generation_prompt
 from lean_engine.server.responses import (
     ChatChoice,
     ChatChunk,
@@ -99,7 +99,7 @@ def encode_chat(model: LoadedModel, body: ChatRequest, form: AnswerForm) -> Prom
         body.messages,
         chat_template=body.chat_template,
         template_kwargs=template_kwargs(body),
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        add_generation_prompt=adds_generation_prompt(body),
         continue_final_message=body.continue_final_message,
         documents=body.documents,
         tools=form.tools.tools,

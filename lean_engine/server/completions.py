@@ -13,7 +13,7 @@ from lean_engine.errors import RequestError
 from lean_engine.sampling.logprobs import TokenLogprobs
 from lean_engine.server.answers import structured_outputs
 from lean_engine.server.generation import Generation, Prompt, sampling_params
-from lean_engine.server.logprobs import LogprobWriter
+from lean_engine.server.logprobs import LogprobWriter, end_of
 from lean_engine.server.model import LoadedModel
 from lean_engine.server.protocol import CompletionRequest, split_prompts
 from lean_engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -74,7 +74,7 @@ class CompletionWriter:
         self._body = body
         self._generation = generation
         self._logprobs = LogprobWriter(model.llm.engine.tokenizer, service.writes_token_ids(body))
-        self._offsets: dict[int, int] = {}  # choice → characters written
+        self._offsets: dict[int, int] = {}  # choice → characters told
 
     def whole(self, answers: dict[int, Increment]) -> Completion:
         self._generation.count(answers)
@@ -109,9 +109,10 @@ class CompletionWriter:
         elif is_first:
             offset = len(self._prompt_text(prompt)) if self._body.logprobs is not None else 0
         written: CompletionLogprobs | None = None
+        self._offsets[number] = offset + len(text)
         if self._body.logprobs is not None:
             written = self._logprobs.completion(ids, entries, offset)
-        self._offsets[number] = offset + len(text)
+            self._offsets[number] = end_of(written, offset)  # of the tokens: text may be held back
         made = CompletionChoice(
             index=number,
             text=text,

@@ -16,6 +16,7 @@ from lean_engine.engine.core import Engine
 from lean_engine.engine.front import EngineThread
 from lean_engine.engine.messages import Abort, Call, Increment, Reply, Report, Submission, Submit
 from lean_engine.errors import RequestError
+from lean_engine.sampling.constraints import RequestFault
 from lean_engine.scheduling.statistics import StepStats
 from lean_engine.server.errors import ClientGone
 
@@ -87,6 +88,11 @@ class EngineClient:
 
     def seconds_without_progress(self) -> float:
         return self._thread.seconds_without_progress()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no request will be taken any more."""
+        return self.state in (DRAINING, STOPPED, FAILED)
 
     # -- for handlers
 
@@ -220,6 +226,7 @@ class Exchange:
         self._request_ids: list[str] = []
         self._pending: dict[int, Increment] = {}  # by choice
         self._error: Exception | None = None
+        self._has_begun = False  # something has been given out
         self._waiter: asyncio.Future[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
@@ -251,7 +258,8 @@ class Exchange:
             self._wake()
 
     async def next(self) -> dict[int, Increment]:
-        """What is new, by choice, waiting for something; {} at the end.
+        """What is new, by choice, waiting for something; {} at the end. An answer's error is raised after its last
+        text, or at once where nothing has been given out.
 
         Raises:
             ClientGone: the connection is closed.
@@ -262,9 +270,12 @@ class Exchange:
             await self._waiter
         self._check()
         news, self._pending = self._pending, {}
-        for increment in news.values():
-            if increment.error is not None:
-                raise RequestError(increment.error, status=500)
+        faults = [increment.error for increment in news.values() if increment.error is not None]
+        if faults:
+            self._error = RequestError(faults[0], status=400 if isinstance(faults[0], RequestFault) else 500)
+            if not self._has_begun:
+                raise self._error
+        self._has_begun = True
         return news
 
     async def news(self) -> AsyncIterator[dict[int, Increment]]:
@@ -284,8 +295,8 @@ class Exchange:
     async def whole(self) -> dict[int, Increment]:
         """All answers, once each has ended; raises as `next` does."""
         answers: dict[int, Increment] = {}
-        while self.num_open or self._pending:
-            for choice, increment in (await self.next()).items():
+        async for news in self.news():
+            for choice, increment in news.items():
                 if choice in answers:
                     answers[choice].merge(increment)
                 else:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,12 +34,14 @@ class Gate:
     Args:
         api_keys: any of them lets a request in; none lets in all.
         logs_access: whether each request leaves a line.
+        is_ending: whether the server is; then each response closes its connection.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], logs_access: bool) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], logs_access: bool, is_ending: Callable[[], bool]) -> None:
         self._app = app
         self._digests = [digest(key.encode()) for key in api_keys]
         self._logs_access = logs_access
+        self._is_ending = is_ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,7 +60,10 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["X-Request-Id"] = request_id
+                if self._is_ending():
+                    answered["Connection"] = "close"
             await send(message)
 
         try:

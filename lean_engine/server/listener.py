@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import suppress
+from dataclasses import dataclass
 
 from lean_engine.errors import ConfigError
 from lean_engine.server.config import ServerConfig
@@ -52,6 +54,27 @@ def bind_unix(path: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFile:
+    """The file of a Unix socket, to be removed by whoever bound it and by nobody else."""
+
+    path: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: str) -> SocketFile:
+        found = os.stat(path)
+        return cls(path, found.st_dev, found.st_ino)
+
+    def remove(self) -> None:
+        """Remove it while the socket is open, which keeps its inode from being used again; not if another is there."""
+        with suppress(OSError):
+            found = os.stat(self.path)
+            if (found.st_dev, found.st_ino) == (self.device, self.inode):
+                os.unlink(self.path)
 
 
 def is_stale(path: str) -> bool:

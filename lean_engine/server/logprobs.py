@@ -83,6 +83,11 @@ class LogprobWriter:
         return form
 
 
+def end_of(written: CompletionLogprobs, offset: int) -> int:
+    """Characters before the token after these. offset: of the first of them."""
+    return written.text_offset[-1] + len(written.tokens[-1]) if written.tokens else offset
+
+
 def entries_of(entry: TokenLogprobs) -> Iterator[Entry]:
     """The chosen token, then the likeliest in order."""
     logprobs = (max(logprob, FLOOR) for logprob in entry.logprobs.tolist())

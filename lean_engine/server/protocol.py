@@ -156,7 +156,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # default: true, unless the final message is continued
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None  # default: true with a prompt, false with messages
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # default: true, unless the final message is continued
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -221,6 +221,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field that is not supported → value
 }
 _OF_SAMPLING = set(SamplingParams.__dataclass_fields__) - {"logprobs", "structured_outputs"}
 SAMPLING_FIELDS = tuple(name for name in GenerationRequest.__struct_fields__ if name in _OF_SAMPLING)
+
+
+def adds_generation_prompt(body: ChatRequest | TokenizeRequest) -> bool:
+    """Whether the assistant's next message is begun; RequestError where the final one is to be continued as well."""
+    if body.add_generation_prompt and body.continue_final_message:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message are both true; the answer begins a message or continues "
+            "the final one",
+            param="continue_final_message",
+        )
+    return body.add_generation_prompt is not False and not body.continue_final_message
 
 
 def is_request_id(text: str) -> bool:

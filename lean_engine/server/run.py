@@ -1,9 +1,10 @@
 """The server's life: listen, load, serve, drain, end.
 
 The socket is bound before the model is loaded, so a port that is taken is found out at once, and /health says 503 while
-the model loads. SIGTERM or Ctrl-C drains: no new connection or request is taken, open ones have --shutdown-timeout to
-finish, then they end with finish_reason "abort". A second Ctrl-C ends the process at once. When the engine fails, open
-requests get an error, /health says 503 for a moment, and the exit code is 1.
+the model loads. SIGTERM or Ctrl-C drains: open answers have --shutdown-timeout to finish, then they end with
+finish_reason "abort". Until they have, the server goes on to listen: /health and new requests get a 503 that closes
+their connection, so that a load balancer sends them elsewhere. A second Ctrl-C ends the process at once. When the
+engine fails, open requests get an error, /health says 503 for a moment, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lean_engine.server.app import make_app
 from lean_engine.server.config import ServerConfig
 from lean_engine.server.connection import protocol_class
 from lean_engine.server.engine_client import DRAINING, LOADING, READY, EngineClient
-from lean_engine.server.listener import bind, url_of
+from lean_engine.server.listener import SocketFile, bind, url_of
 from lean_engine.server.metrics import Metrics
 from lean_engine.server.model import LoadedModel
 from lean_engine.server.service import Service
@@ -39,6 +40,7 @@ log = logging.getLogger("lean_engine")
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 FAILURE_SECONDS = 1.0  # that /health has to show a failure
+DRAIN_TICK_SECONDS = 0.05  # between looks at what is open
 FLUSH_SECONDS = 5.0  # for connections to end once their answers have
 STOP_SECONDS = 10.0  # for the engine's last step
 
@@ -71,7 +73,9 @@ class HttpServer:
         config.check_tls_files()
         self._socket = bind(config)
         self.url = url_of(config, self._socket)
-        self._uvicorn = _Uvicorn(self._uvicorn_config(), self._begin_drain)
+        self._file = None if config.uds is None else SocketFile.of(config.uds)
+        self._uvicorn = _Uvicorn(self._uvicorn_config(), self._begin_drain, self._remove_file)
+        self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _uvicorn_config(self) -> Config:
@@ -79,7 +83,7 @@ class HttpServer:
         return Config(
             make_app(self.service),
             loop="asyncio",
-            http=protocol_class(config.client_timeout),
+            http=protocol_class(config.client_timeout, config.max_header_bytes),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -89,8 +93,7 @@ class HttpServer:
             proxy_headers=False,
             root_path=config.root_path,
             timeout_keep_alive=max(1, int(config.client_timeout)),
-            timeout_graceful_shutdown=int(config.shutdown_timeout + FLUSH_SECONDS) + 1,
-            h11_max_incomplete_event_size=config.max_header_bytes,
+            timeout_graceful_shutdown=int(FLUSH_SECONDS) + 1,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             ssl_ca_certs=config.ssl_ca_certs,
@@ -118,10 +121,8 @@ class HttpServer:
             asyncio.run(self._serve())
         finally:
             self.is_ready.set()
+            self._remove_file()
             self._socket.close()
-            if self.config.uds is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.config.uds)
         if isinstance(self.failure, LeanEngineError) and self._llm is None:
             raise self.failure
         if self.failure is not None:
@@ -130,8 +131,9 @@ class HttpServer:
 
     def request_exit(self) -> None:
         """Begin to drain, from any thread."""
-        self._uvicorn.should_exit = True
-        if self._loop is not None:
+        if self._loop is None:
+            self._uvicorn.leave()
+        else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
                 self._loop.call_soon_threadsafe(self._begin_drain)
 
@@ -191,24 +193,41 @@ class HttpServer:
         delay = 0.0 if self._llm is None else FAILURE_SECONDS
         asyncio.get_running_loop().call_later(delay, self._uvicorn.leave)
 
+    def _remove_file(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+
     def _begin_drain(self) -> None:
         """On the event loop, once the server is to end."""
         client = self.service.client
-        if client.state != READY:
-            return
-        client.state = DRAINING
+        if client.state == READY:
+            client.state = DRAINING
+            self._drain = asyncio.create_task(self._end_answers())
+        elif client.state != DRAINING:
+            self._uvicorn.leave()
+
+    async def _end_answers(self) -> None:
+        """Wait for what is open, for a limited time, before the listening socket is closed."""
+        client, timeout = self.service.client, self.config.shutdown_timeout
+        deadline = time.monotonic() + timeout
         if client.num_open:
-            log.info("ending %d answers, for at most %g s", client.num_open, self.config.shutdown_timeout)
-        asyncio.get_running_loop().call_later(self.config.shutdown_timeout, client.abort_all)
+            log.info("ending %d answers, for at most %g s", client.num_open, timeout)
+        while client.num_open and client.state == DRAINING and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_TICK_SECONDS)
+        if client.state == DRAINING:
+            client.abort_all()
+        self._uvicorn.leave()
 
 
 class _Uvicorn(Server):
     """uvicorn, with its own idea of signals: SIGTERM and Ctrl-C drain, a second Ctrl-C ends the process."""
 
-    def __init__(self, config: Config, on_exit: Callable[[], None]) -> None:
+    def __init__(self, config: Config, on_exit: Callable[[], None], on_abandon: Callable[[], None]) -> None:
         super().__init__(config)
         self.was_interrupted = False
+        self._is_ending = False
         self._on_exit = on_exit
+        self._on_abandon = on_abandon
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -218,10 +237,11 @@ class _Uvicorn(Server):
         loop = asyncio.get_running_loop()
 
         def note(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT and self.should_exit:
+            if number == signal.SIGINT and self._is_ending:
+                self._on_abandon()
                 os._exit(INTERRUPTED)
             self.was_interrupted = number == signal.SIGINT
-            self.should_exit = True
+            self._is_ending = True
             loop.call_soon_threadsafe(self._on_exit)
 
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,7 @@
-"""Server-sent events: a stream of `data:` lines that ends with `data: [DONE]`, whatever happens in between."""
+"""Server-sent events: a stream of `data:` lines that ends with `data: [DONE]`, whatever happens in between.
+
+The stream begins with its first event: what is wrong before that is told by the response's status.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            data = await anext(self._events, b"")  # an error before the first event is a response with its status
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async for data in self._events:
+                while data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = await anext(self._events, b"")
             except RequestError as error:
                 data = b"data: " + error_body(str(error), error.status, error.param) + b"\n\n"
                 await send({"type": "http.response.body", "body": data, "more_body": True})

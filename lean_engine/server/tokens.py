@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from lean_engine.errors import RequestError
 from lean_engine.server.model import LoadedModel
-from lean_engine.server.protocol import DetokenizeRequest, TokenizeRequest
+from lean_engine.server.protocol import DetokenizeRequest, TokenizeRequest, adds_generation_prompt
 from lean_engine.server.responses import Text, Tokens
 from lean_engine.server.service import Service, json_response
 
@@ -31,7 +31,7 @@ def encode(model: LoadedModel, body: TokenizeRequest) -> tuple[list[int], list[s
             body.messages,
             chat_template=body.chat_template,
             template_kwargs=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=adds_generation_prompt(body),
             continue_final_message=body.continue_final_message,
             tools=body.tools,
         )

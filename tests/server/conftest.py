@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from live_server import Live
+from server_process import Process
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,19 @@ def start() -> Iterator[Callable[..., Live]]:
     yield make
     for server in started:
         server.close()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Process]]:
+    """Starts servers in processes that end with the test."""
+    launched: list[Process] = []
+
+    def make(*flags: str, **settings: Any) -> Process:
+        launched.append(Process(*flags, **settings))
+        return launched[-1]
+
+    yield make
+    for process in launched:
+        if process.process.poll() is None:
+            process.process.kill()
+            process.process.communicate()

@@ -32,6 +32,17 @@ def test_characters_of_several_tokens_come_whole(live: Live, text: str) -> None:
     assert live.request("/v1/completions", said(text))[1]["choices"][0]["text"] == text
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_streams_log_probabilities_are_those_of_the_whole_answer(live: Live, interval: int) -> None:
+    """Their offsets too, where the text of a token is held back."""
+    for text in ("안녕하세요 ok", "one STOP two"):
+        body = said(text, echo=True, logprobs=2, temperature=0, prompt="hi 日本")
+        whole = live.request("/v1/completions", body)[1]["choices"][0]["logprobs"]
+        chunks = deltas(live, {**body, "stream_interval": interval})
+        for key in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+            assert [value for chunk in chunks for value in chunk["logprobs"][key]] == whole[key], key
+
+
 def test_no_part_of_a_stop_string_is_streamed(live: Live) -> None:
     chunks = deltas(live, said("one STOP STOPPING two", stop=["STOPPING"]))
     assert "".join(c["text"] for c in chunks) == "one STOP "
@@ -109,9 +120,9 @@ def test_damaged_logits_fail_their_request_with_a_reason(start: Start, tmp_path:
     status, body = server.complete(max_tokens=3)
     assert status == 500
     assert "logits are NaN" in body["error"]["message"]
-    *_, error, done = server.events("/v1/completions", {"prompt": "a"})
-    assert "logits are NaN" in json.loads(error)["error"]["message"]
-    assert done == "[DONE]"
+    status, body, _ = server.request("/v1/completions", {"prompt": "a", "stream": True})
+    assert status == 500  # nothing of the stream was sent yet
+    assert "logits are NaN" in body["error"]["message"]
     assert server.request("/health")[0] == 200
     server.wait_until_idle()
 

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_server import ENGINE, MODEL, TINY, Live
+from server_process import RUN, SLOW, STREAM, Process, get, post
 
 from lean_engine import LLM
 from lean_engine.errors import ConfigError
@@ -23,87 +24,6 @@ from lean_engine.server.config import ServerConfig
 from lean_engine.server.run import HttpServer
 
 Start = Callable[..., Live]
-SLOW = "import time; from lean_engine.engine.core import Engine; s = Engine.step; "
-SLOW += "Engine.step = lambda self: (time.sleep(0.02), s(self))[1]; "
-RUN = "from lean_engine.cli import main; main()"
-STREAM = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-class Process:
-    """`lean-engine serve` with a tiny model on an ephemeral port. before: Python that runs first."""
-
-    def __init__(self, *flags: str, before: str = "") -> None:
-        arguments = ["serve", str(MODEL), "--host", "127.0.0.1", "--port", "0", "--cpu-kernels", "numpy", *flags]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", before + RUN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert " is served at http://127.0.0.1:" in line, self.process.communicate()
-        self.url = line.split()[-1]
-
-    def stream(self, **fields: Any) -> "Stream":
-        return Stream(self.url, {**STREAM, **fields})
-
-    def end(self, seconds: float = 10) -> tuple[int, str]:
-        """Exit code and what it wrote to stderr."""
-        _, errors = self.process.communicate(timeout=seconds)
-        return self.process.returncode, errors
-
-
-class Stream:
-    """A streamed completion that is read in a thread."""
-
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
-        self.events: list[Any] = []
-        self.has_begun = threading.Event()
-        self._request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        assert self.has_begun.wait(10)
-
-    def _read(self) -> None:
-        with urllib.request.urlopen(self._request, timeout=20) as response:
-            for line in response:
-                if line.startswith(b"data: "):
-                    data = line.removeprefix(b"data: ").strip()
-                    self.events.append("DONE" if data == b"[DONE]" else json.loads(data))
-                    self.has_begun.set()
-
-    def end(self) -> list[Any]:
-        self._thread.join(20)
-        assert self.events[-1] == "DONE"
-        return self.events[:-1]
-
-
-@pytest.fixture
-def launch() -> Iterator[Callable[..., Process]]:
-    launched: list[Process] = []
-
-    def make(*flags: str, before: str = "") -> Process:
-        launched.append(Process(*flags, before=before))
-        return launched[-1]
-
-    yield make
-    for process in launched:
-        if process.process.poll() is None:
-            process.process.kill()
-            process.process.communicate()
-
-
-def test_sigterm_in_mid_load_lets_requests_finish(launch: Callable[..., Process]) -> None:
-    server = launch(before=SLOW)
-    streams = [server.stream() for _ in range(4)]
-    server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    with pytest.raises(OSError, match=r"refused|reset"):
-        urllib.request.urlopen(f"{server.url}/health", timeout=5)
-    for stream in streams:
-        events = stream.end()
-        assert events[-1]["choices"][0]["finish_reason"] == "length"
-    code, errors = server.end()
-    assert code == 0
-    assert "ending 4 answers" in errors
 
 
 def test_what_is_not_finished_in_time_ends_with_abort(launch: Callable[..., Process]) -> None:
@@ -152,25 +72,6 @@ def test_a_crash_of_the_engine_fails_requests_and_ends_the_process(launch: Calla
     code, errors = server.end()
     assert code == 1
     assert "the engine has failed" in errors
-
-
-def get(url: str) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-
-
-def post(url: str, body: Any) -> tuple[int, Any]:
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-    try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The page at `/`: what is sent, and, in headless Chromium, what a person sees and does.
 
 The browser's tests need Debian's chromium and chromium-driver and are skipped where those are not installed.
+One file, though long: its tests share a browser, which takes seconds to start.
 """
 
 from __future__ import annotations

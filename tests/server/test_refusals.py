@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 
@@ -102,6 +102,8 @@ def test_a_wrong_value_is_named(live: Live, path: str, field: str, value: Any) -
         ('"temperature": Infinity', "temperature"),
         ('"temperature": 1e999', "temperature"),
         ('"logit_bias": {"1": NaN}', "logit_bias.1"),
+        ('"logit_bias": {"1": 1e400}', "logit_bias"),
+        ('"logit_bias": {"1": "x"}', "logit_bias"),
         ('"user": "\\ud800"', "user"),
         ('"stop": ["a", "\\udfff"]', "stop[1]"),
         ('"seed": 1' + "0" * 5000, "seed"),
@@ -127,6 +129,12 @@ def test_garbage_bodies(live: Live, path: str, body: bytes) -> None:
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_body_nested_deeply_in_an_unknown_field(live: Live, depth: int, is_closed: bool) -> None:
     refusal(live, "/v1/completions", b'{"a":' * depth + (b"1" + b"}" * depth if is_closed else b""))
+
+
+def test_why_a_body_is_no_json_is_said_in_one_sentence(live: Live) -> None:
+    said = {body: refusal(live, "/v1/completions", body)["message"] for body in (b"{", b"\x00", b'{"a" 1}')}
+    assert said[b"{"] == "the body is not JSON: input data was truncated"
+    assert said[b"\x00"] == "the body is not JSON: invalid character (byte 0)"
 
 
 def test_bytes_that_are_not_utf8_are_named(live: Live) -> None:
@@ -211,6 +219,20 @@ def test_a_template_that_refuses_is_a_400_with_its_message(start: Any) -> None:
     server = start(chat_template=template)
     error = refusal(server, "/v1/chat/completions", CHAT)
     assert "roles must alternate" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_an_answer_begins_a_message_or_continues_one(live: Live, path: str) -> None:
+    body = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "well"}], "continue_final_message": True}
+    error = refusal(live, path, {**body, "add_generation_prompt": True})
+    assert error["param"] == "continue_final_message"
+    assert "add_generation_prompt" in error["message"]
+    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nwell"
+    for fields in ({}, {"add_generation_prompt": None}, {"add_generation_prompt": False}):
+        status, answer, _ = live.request(path, {**body, **fields, **({"max_tokens": 1} if "chat" in path else {})})
+        assert status == 200, answer
+        num_tokens = answer["count"] if path == "/tokenize" else answer["usage"]["prompt_tokens"]
+        assert num_tokens == len(live.engine.tokenizer.encode(expected, add_special_tokens=False))
 
 
 def test_templates_of_requests_need_the_flag(live: Live, start: Any) -> None:

@@ -1,5 +1,6 @@
 """`lean-engine serve`: flags, environment variables and the configuration file."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import lean_engine
 from lean_engine.cli import run
 from lean_engine.cli.serve import SERVER_FLAGS
 from lean_engine.server.config import ServerConfig
@@ -149,6 +151,11 @@ def test_the_file_and_what_goes_before_it(serve: Serve, tmp_path: Path, monkeypa
         ("allowed-origins: [1]", "is not a JSON list of strings"),
         ("- port", "holds a list"),
         ("port: [", "cannot be read as YAML"),
+        ("port: 1\nhost: a\nport: 2", "line 3: the key 'port' stands in line 1 already"),
+        ("max-model-len: 1\nmax_model_len: 2", "line 2: the key 'max_model_len' stands in line 1 already"),
+        ("override-generation-config:\n  top_k: 1\n  top_k: 2", "line 3: the key 'top_k' stands in line 2 already"),
+        ("? [a]\n: 1", "cannot be read as YAML"),
+        ("uds: x\nport: 1", "uds in --config and port in --config are both given"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named(
@@ -157,6 +164,67 @@ def test_what_is_wrong_in_the_file_is_named(
     path = tmp_path / "serve.yaml"
     path.write_text(content)
     assert said in failure(capsys, "--config", str(path))
+
+
+@pytest.mark.parametrize("name", ["host", "port"])
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_a_unix_socket_beside_an_address_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, source: str
+) -> None:
+    value = {"host": "0.0.0.0", "port": "8000"}[name]  # the defaults, but asked for
+    arguments = ["--uds", str(tmp_path / "socket")]
+    if source == "flag":
+        arguments += [f"--{name}", value]
+    elif source == "environment":
+        monkeypatch.setenv(f"LEAN_ENGINE_{name.upper()}", value)
+    else:
+        (tmp_path / "serve.yaml").write_text(f"{name}: {value}\n")
+        arguments += ["--config", str(tmp_path / "serve.yaml")]
+    said = failure(capsys, *arguments)
+    places = {"flag": f"--{name}", "environment": f"LEAN_ENGINE_{name.upper()}", "file": f"{name} in --config"}
+    assert f"--uds and {places[source]} are both given" in said
+
+
+def test_what_kubernetes_sets_for_a_service_of_this_name_is_explained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAN_ENGINE_PORT", "tcp://10.0.0.1:8000")
+    assert "enableServiceLinks: false" in failure(capsys)
+
+
+def warnings_of(serve: Serve, caplog: pytest.LogCaptureFixture) -> list[str]:
+    with caplog.at_level("WARNING", logger="lean_engine"):
+        serve()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_an_unknown_variable_is_named_with_the_nearest_known_one(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAN_ENGINE_MAX_MODEL_LENGTH", "4096")
+    (said,) = warnings_of(serve, caplog)
+    assert said == "LEAN_ENGINE_MAX_MODEL_LENGTH has no effect; the nearest variable is LEAN_ENGINE_MAX_MODEL_LEN"
+
+
+def test_variables_that_are_known_or_set_by_kubernetes_do_not_warn(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "serve.yaml").write_text("port: 1\n")
+    values = {"CACHE": "/x", "CONFIG": str(tmp_path / "serve.yaml"), "MODEL": "m", "MAX_NUM_SEQS": "3", "SEED": "1"}
+    values |= {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT_HTTP": "8000", "PORT_8000_TCP": "tcp://10.0.0.1:8000"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"LEAN_ENGINE_{name}", value)
+    assert warnings_of(serve, caplog) == []
+
+
+def test_every_variable_that_the_package_reads_is_known() -> None:
+    """Those of the flags apart: what stands in the sources is what config_file.py knows."""
+    from lean_engine.cli.config_file import OTHER_VARIABLES
+
+    package = Path(lean_engine.__file__).parent
+    sources = [path.read_text() for path in package.rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r"environ[^\n]*?[\"'](LEAN_ENGINE_\w+)", text)}
+    assert read - {"LEAN_ENGINE_API_KEY"} == set(OTHER_VARIABLES)
 
 
 @pytest.mark.parametrize(
