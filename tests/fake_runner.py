@@ -8,7 +8,9 @@ or cached under another's key, a token lost, repeated or fed to the wrong reques
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lean_engine.config import EngineConfig, ModelConfig
@@ -29,8 +31,19 @@ class FakeTokens:
 
     tokens: StepTokens
     needs_host: bool
+    before: FakeTokens | None  # the step in flight when this one was launched
+    choose: Callable[[], None] | None  # None: done
+    is_taken: bool = False
+
+    def launch_choice(self) -> None:
+        if self.choose is not None:
+            assert self.before is None or self.before.is_taken
+            self.choose()
+            self.choose = None
 
     def wait(self) -> StepTokens:
+        self.launch_choice()
+        self.is_taken = True
         return self.tokens
 
 
@@ -39,10 +52,13 @@ class FakeRunner:
 
     Args:
         damaged_at: request id → tokens of its output after which its logits are damaged.
+        host_ids: requests whose tokens the host chooses.
+        late_ids: requests whose tokens can be chosen when the step before has been read.
 
     Attributes:
-        fails_next: the next launch raises this.
-        num_ahead: steps launched with another in flight.
+        fails_next: the next launch raises this, or the next choice that comes late, if `fails_late`.
+        num_late: choices that came late.
+        num_settled: failures that were settled.
     """
 
     def __init__(
@@ -52,28 +68,52 @@ class FakeRunner:
         vocab_size: int,
         damaged_at: dict[str, int] | None = None,
         host_ids: frozenset[str] = frozenset(),
+        late_ids: frozenset[str] = frozenset(),
     ) -> None:
         self.chooser = self
         self.block_size, self.vocab_size = block_size, vocab_size
         self.slots = [-1] * (num_blocks * block_size)
         self.damaged_at = damaged_at or {}
-        self.host_ids = host_ids
+        self.host_ids, self.late_ids = host_ids, late_ids
         self.fails_next: BaseException | None = None
-        self.num_launched = self.num_idle_rows = 0
+        self.fails_late = False
+        self.num_launched = self.num_idle_rows = self.num_late = self.num_settled = 0
+        self._latest: FakeTokens | None = None
         self._known: dict[Request, list[int]] = {}
         self._ended: set[Request] = set()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        if self.fails_next is not None:
-            error, self.fails_next = self.fails_next, None
-            raise error
+    def launch(self, plan: StepPlan, is_ahead: bool) -> LaunchedStep:
+        if not self.fails_late:
+            self._fail()
+        before = self._latest if is_ahead else None
+        assert before is None or before.choose is None, "logits are overwritten that nothing was chosen from"
         self.num_launched += 1
         requests = requests_of(plan)
         tokens = StepTokens([()] * len(requests))
-        for place, chunk in enumerate(plan.scheduled):
-            self._compute(place, chunk, tokens)
-        needs_host = any(r.request_id in self.host_ids for r in requests)
-        return LaunchedStep(plan, FakeTokens(tokens, needs_host))
+        choices = [self._compute(place, chunk, tokens) for place, chunk in enumerate(plan.scheduled)]
+        ids = {request.request_id for request in requests}
+        found = FakeTokens(tokens, bool(ids & self.host_ids), before, partial(self._choose, choices, is_ahead))
+        if not (is_ahead and ids & self.late_ids):
+            self._choose(choices, is_late=False)
+            found.choose = None
+        self._latest = found
+        return LaunchedStep(plan, found)
+
+    def _fail(self) -> None:
+        if self.fails_next is not None:
+            error, self.fails_next = self.fails_next, None
+            raise error
+
+    def _choose(self, choices: list[Callable[[], None] | None], is_late: bool) -> None:
+        self.num_late += is_late
+        if is_late and self.fails_late:
+            self._fail()
+        for choose in choices:
+            if choose is not None:
+                choose()
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
     def release(self, request: Request) -> None:
         self._known.pop(request, None)
@@ -85,12 +125,13 @@ class FakeRunner:
     def close(self) -> None:
         pass
 
-    def _compute(self, place: int, chunk: ScheduledChunk, tokens: StepTokens) -> None:
+    def _compute(self, place: int, chunk: ScheduledChunk, tokens: StepTokens) -> Callable[[], None] | None:
+        """The forward pass; what samples afterwards."""
         request, end = chunk.request, chunk.start + chunk.num_tokens
         known = self._known.setdefault(request, list(request.token_ids))
         if request in self._ended:
             self.num_idle_rows += 1
-            return
+            return None
         assert known[: request.num_tokens] == request.token_ids
         table, size = request.block_table, self.block_size
         slots = [table[position // size] * size + position % size for position in range(end)]
@@ -99,8 +140,9 @@ class FakeRunner:
         targets = prompt_targets(chunk)
         if targets:
             tokens.prompt_logprobs.append((request, list(targets)))  # type: ignore[arg-type]
-        if chunk.samples:
-            self._sample(place, request, known, [self.slots[slot] for slot in slots], tokens)
+        if not chunk.samples:
+            return None
+        return partial(self._sample, place, request, known, [self.slots[slot] for slot in slots], tokens)
 
     def _sample(self, place: int, request: Request, known: list[int], context: list[int], tokens: StepTokens) -> None:
         num_output = len(known) - request.num_prompt_tokens

@@ -276,7 +276,7 @@ class Engine:
             for request in plan.preempted:
                 self.runner.chooser.release(request)
             try:
-                self._in_flight.append(self.runner.launch(plan))
+                self._in_flight.append(self.runner.launch(plan, is_ahead=bool(self._in_flight)))
             except BaseException:
                 self._withdraw(plan)
                 raise
@@ -291,11 +291,13 @@ class Engine:
         self._end_failed(plan, {})
         for request in requests_of(plan):
             self.runner.chooser.release(request)
+        self.runner.chooser.settle()
 
     def _take_results(self) -> list[Group]:
         """Take what the oldest step in flight brought."""
         step = self._in_flight[0]
         plan, tokens = step.plan, step.results.wait()
+        self._launch_choice_ahead()
         self._in_flight.popleft()
         self._settles_first &= bool(self._in_flight)
         changed: dict[str, Group] = {}
@@ -306,6 +308,17 @@ class Engine:
         self.last_progress_time = time.monotonic()
         self._emit(updates, tokens, changed)
         return list(changed.values())
+
+    def _launch_choice_ahead(self) -> None:
+        """With the oldest results at hand the next step's choice can be launched, where it had to wait for them."""
+        if len(self._in_flight) == 2:
+            ahead = self._in_flight[1]
+            try:
+                ahead.results.launch_choice()
+            except BaseException:
+                self._in_flight.pop()
+                self._withdraw(ahead.plan)
+                raise
 
     def _end_failed(self, plan: StepPlan, changed: dict[str, Group]) -> None:
         """Requests that could not be admitted."""

@@ -6,8 +6,9 @@ the next step itself, so that step can be launched before the host has read the 
 bring about: a request that has ended is a padded row of a step that was launched too early.
 
 What the device cannot do, the host's sampler does on that row's logits, and the step's results are then taken before
-the next is planned: requests beyond the device's limits, and log-probabilities of prompts. So they are where an answer
-is held to a form, since the host must follow it to say what may come next; the token is then chosen on the device.
+the next is planned: requests beyond the device's limits, and log-probabilities of prompts. Where an answer is held to a
+form, the host must follow it to say what may come next: a step ahead then runs up to its logits, and the choice among
+them is launched when the host has read the tokens before.
 """
 
 from __future__ import annotations
@@ -214,25 +215,31 @@ class DeviceChooser:
 
     # -- after it
 
-    def choose(self, plan: StepPlan, logits: Array) -> TokensToCome:
-        slots, record, arrays = self._slots.of, self._records[self._turn], self._arrays
+    def choose(self, plan: StepPlan, logits: Array, is_ahead: bool) -> TokensToCome:
+        slots = self._slots.of
         requests, rows = requests_of(plan), sampled_rows(plan)
         sampled = [(place, row) for place, row in enumerate(rows) if row != NO_ROW]
         on_device = [(place, row) for place, row in sampled if slots[requests[place]] != NO_SLOT]
         on_host = [(place, row) for place, row in sampled if slots[requests[place]] == NO_SLOT]
-        kind = self._slots.kind()
         held = [(requests[place], row) for place, row in on_device if requests[place].payload.state.matcher is not None]
-        if held:
-            kind |= SamplingKind(forms=True)
-            self._upload_forms(held, record)
-        if on_device:
-            self._graph(logits, kind)()
-            self._driver.download(arrays.results, record.results)
+        kind = self._slots.kind() | SamplingKind(forms=bool(held))
+        tokens = DeviceTokens(plan, logits, on_device, on_host, held, kind, self._records[self._turn], self)
+        if not (held and is_ahead):
+            tokens.launch_choice()
+        return tokens
+
+    def launch_choice(self, tokens: DeviceTokens) -> Callable[[], None]:
+        """Choose on the device, and send the outcome to the record; the result waits for it."""
+        record, kind = tokens.record, tokens.kind
+        if tokens.held:
+            self._upload_forms(tokens.held, record)
+        if tokens.on_device:
+            self._graph(tokens.logits, kind)()
+            self._driver.download(self._arrays.results, record.results)
             if kind.logprobs:
                 for name in ("logprob_ids", "logprob_values", "logprob_ranks"):
-                    self._driver.download(getattr(arrays, name), getattr(record, name))
-        is_done, read = self._driver.mark(), partial(self._read, logits)
-        return DeviceTokens(plan, on_device, on_host, record, kind, is_done, read, self)
+                    self._driver.download(getattr(self._arrays, name), getattr(record, name))
+        return self._driver.mark()
 
     def _upload_forms(self, held: Sequence[tuple[Request, int]], record: Record) -> None:
         """Tell the device which tokens the forms allow next. A row whose form has failed is left without any."""
@@ -265,42 +272,61 @@ class DeviceChooser:
         for call in calls:
             self._driver.launch(call)
 
-    def _read(self, logits: Array, start: int, end: int) -> FloatArray:
-        return self._device.read(logits[start:end])
+    def read(self, logits: Array) -> FloatArray:
+        return self._device.read(logits)
 
     def sample_on_host(self, logits: FloatArray, requests: Sequence[Request]) -> SampleResult:
         self.num_host_rows += len(requests)
         return sample_on_host(self._sampler, logits, requests)
 
+    def settle(self) -> None:
+        self._driver.synchronize()
+
     def release(self, request: Request) -> None:
         self._slots.give_back(request)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DeviceTokens:
     """See engine.token_choice.TokensToCome."""
 
     plan: StepPlan
+    logits: Array
     on_device: list[tuple[int, int]]  # place in the plan, row of logits
     on_host: list[tuple[int, int]]
-    record: Record
+    held: list[tuple[Request, int]]  # to a form, and its row; each is one of on_device
     kind: SamplingKind
-    is_done: Callable[[], None]  # waits
-    read: Callable[[int, int], FloatArray]  # rows of the logits
+    record: Record
     chooser: DeviceChooser
+    _wait_for_choice: Callable[[], None] | None = None  # None: it is not launched
+    _tokens: StepTokens | None = None  # once they are taken
 
     @property
     def needs_host(self) -> bool:
-        return self.kind.forms or bool(self.on_host) or any(prompt_targets(chunk) for chunk in self.plan.chunks)
+        return bool(self.on_host) or any(prompt_targets(chunk) for chunk in self.plan.chunks)
+
+    def launch_choice(self) -> None:
+        if self._wait_for_choice is None:
+            self._wait_for_choice = self.chooser.launch_choice(self)
 
     def wait(self) -> StepTokens:
-        self.is_done()
+        if self._tokens is None:
+            self.launch_choice()
+            assert self._wait_for_choice is not None
+            self._wait_for_choice()
+            self._tokens = self._take()
+        return self._tokens
+
+    def _take(self) -> StepTokens:
         requests = requests_of(self.plan)
         tokens = StepTokens([()] * len(requests))
-        take_prompt_logprobs(self.plan, self.read, tokens)
+        take_prompt_logprobs(self.plan, self._read, tokens)
         self._take_from_device(tokens, requests)
         self._take_from_host(tokens, requests)
         return tokens
+
+    def _read(self, start: int, end: int) -> FloatArray:
+        return self.chooser.read(self.logits[start:end])
 
     def _take_from_device(self, tokens: StepTokens, requests: Sequence[Request]) -> None:
         results = self.record.results.tolist()
@@ -336,6 +362,6 @@ class DeviceTokens:
     def _take_from_host(self, tokens: StepTokens, requests: Sequence[Request]) -> None:
         chosen = [(place, row) for place, row in self.on_host if requests[place] not in tokens.errors]
         if chosen:
-            logits = np.concatenate([self.read(row, row + 1).copy() for _, row in chosen])
+            logits = np.concatenate([self._read(row, row + 1).copy() for _, row in chosen])
             sampled = [requests[place] for place, _ in chosen]
             take_samples(tokens, [place for place, _ in chosen], sampled, self.chooser.sample_on_host(logits, sampled))

@@ -31,10 +31,14 @@ class Runner:
         self._batches = [Batch(inputs.host, block_size) for inputs in program.input_sets]
         self._num_launched = 0
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Run a step, or begin to; at most one other step is in flight.
+    def launch(self, plan: StepPlan, is_ahead: bool) -> LaunchedStep:
+        """Run a step, or begin to.
 
-        A plan that could not be launched leaves nothing behind but graphs and requests to be released.
+        A plan that could not be launched leaves nothing behind but graphs, requests to be released and a chooser that
+        is to settle.
+
+        Args:
+            is_ahead: one other step is in flight.
         """
         if plan.num_requests == 0:
             return LaunchedStep(plan, TokensAtHand(StepTokens([])))
@@ -47,7 +51,7 @@ class Runner:
         program.upload(turn, size.num_requests, size.num_blocks)
         self.chooser.prepare(plan)
         outputs = program.launch(padded.num_tokens, padded.num_requests, padded.num_rows)
-        return LaunchedStep(plan, self.chooser.choose(plan, outputs["logits"]))
+        return LaunchedStep(plan, self.chooser.choose(plan, outputs["logits"], is_ahead))
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Prepare steps of so many decodes each, on requests that are all padding."""

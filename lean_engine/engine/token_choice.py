@@ -1,7 +1,8 @@
 """How tokens come out of a step's logits: chosen by the host (here), or on the device (device_chooser.py).
 
 Either way a step is launched first and its results are waited for later. A step whose results the host needs before it
-can prepare the next one says so; the engine then takes them before it plans on.
+can prepare the next one says so; the engine then takes them before it plans on. Where the host needs them only for the
+choice of the next step's tokens, that step's program is launched ahead and its choice later.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ class TokensToCome(Protocol):
     def needs_host(self) -> bool:
         """Whether the next step cannot be prepared without them."""
 
+    def launch_choice(self) -> None:
+        """Launch what had to wait for the results of the step before, which have been taken; else nothing is left."""
+
     def wait(self) -> StepTokens:
-        """Wait for the step and take its results, before a step after the next is launched."""
+        """Wait for the step and take its results, before a step after the next is launched; the same if asked again."""
 
 
 class TokenChooser(Protocol):
@@ -48,15 +52,19 @@ class TokenChooser(Protocol):
     def prepare(self, plan: StepPlan) -> None:
         """Get ready for a step whose inputs are on the device, before its program runs."""
 
-    def choose(self, plan: StepPlan, logits: Array) -> TokensToCome:
+    def choose(self, plan: StepPlan, logits: Array, is_ahead: bool) -> TokensToCome:
         """Choose the next tokens of a step whose program was launched.
 
         Args:
             logits: float32 [R, V] on the device, the padded rows included; valid until the next step runs.
+            is_ahead: the results of the step before are not taken yet.
         """
 
     def capture(self, logits: Array) -> None:
         """Get ready for steps with such logits; see `choose`. None is in flight."""
+
+    def settle(self) -> None:
+        """A launch has failed: wait until nothing reads what was written for it, so that it may be written again."""
 
     def release(self, request: Request) -> None:
         """Forget a request that has ended, is to be computed again, or is not known at all."""
@@ -121,10 +129,13 @@ class HostChooser:
     def prepare(self, plan: StepPlan) -> None:
         pass
 
-    def choose(self, plan: StepPlan, logits: Array) -> TokensToCome:
+    def choose(self, plan: StepPlan, logits: Array, is_ahead: bool) -> TokensToCome:
         return TokensAtHand(self._sample(plan, self._read(logits[: plan.num_logit_rows])))
 
     def capture(self, logits: Array) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def release(self, request: Request) -> None:
@@ -153,6 +164,9 @@ class TokensAtHand:
     @property
     def needs_host(self) -> bool:
         return True
+
+    def launch_choice(self) -> None:
+        pass
 
     def wait(self) -> StepTokens:
         return self.tokens

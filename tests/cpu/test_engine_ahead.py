@@ -61,6 +61,7 @@ class Workload:
     resets: frozenset[int]  # steps before which the prefix cache is forgotten
     damaged_at: dict[str, int] = field(default_factory=dict)
     host_ids: frozenset[str] = frozenset()
+    late_ids: frozenset[str] = frozenset()
 
 
 def random_workload(seed: int) -> Workload:
@@ -90,14 +91,16 @@ def random_workload(seed: int) -> Workload:
     ids = [asked.request_id for asked in requests]
     damaged = {request_id: rng.randint(0, 4) for request_id in ids if rng.random() < 0.1}
     hosts = frozenset(request_id for request_id in ids if rng.random() < 0.1)
-    return Workload(requests, options, frozenset({rng.randint(0, 20)}), damaged, hosts)
+    late = frozenset(request_id for request_id in ids if rng.random() < 0.2)
+    return Workload(requests, options, frozenset({rng.randint(0, 20)}), damaged, hosts, late)
 
 
 def run(workload: Workload, tokenizer: Tokenizer, runs_ahead: bool) -> tuple[dict[str, Outcome], Engine, FakeRunner]:
     """Outcomes by answer; the engine is idle afterwards and nothing is held."""
     engine, runner = make_engine(
-        tokenizer, runs_ahead, workload.options, damaged_at=workload.damaged_at, host_ids=workload.host_ids
-    )
+        tokenizer, runs_ahead, workload.options, damaged_at=workload.damaged_at, host_ids=workload.host_ids,
+        late_ids=workload.late_ids,
+    )  # fmt: skip
     is_by_priority = engine.scheduler.policy == "priority"
     groups: dict[str, Group] = {}
     waiting = sorted(workload.requests, key=lambda asked: asked.step)
@@ -139,7 +142,7 @@ def outcomes(group: Group) -> list[tuple[str, Outcome]]:
 
 @pytest.mark.parametrize("first", range(0, 400, 40))
 def test_outcomes_of_random_workloads_are_those_of_step_by_step(tokenizer: Tokenizer, first: int) -> None:
-    num_ahead = num_preempted = num_idle_rows = 0
+    num_ahead = num_preempted = num_idle_rows = num_late = 0
     reasons: set[str | None] = set()
     for seed in range(first, first + 40):
         workload = random_workload(seed)
@@ -149,11 +152,18 @@ def test_outcomes_of_random_workloads_are_those_of_step_by_step(tokenizer: Token
         num_ahead += ahead.num_steps
         num_preempted += min(plain.scheduler.stats.num_preemptions, ahead.scheduler.stats.num_preemptions)
         num_idle_rows += runner.num_idle_rows
+        num_late += runner.num_late
         reasons |= {outcome[2] for outcome in found.values()}
     assert num_ahead > 500
     assert num_preempted > 0
     assert num_idle_rows > 0, "an answer that ends is in one step too many"
+    assert num_late > 0
     assert reasons >= {"stop", "length", "abort", "error"}
+
+
+def run_to_end(engine: Engine) -> None:
+    while engine.has_work():
+        engine.step()
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
@@ -213,6 +223,41 @@ def test_requests_that_the_host_samples_are_not_planned_ahead() -> None:
         assert (runner.num_launched, len(engine._in_flight)) == (num_launched, 0)
 
 
+def test_a_choice_that_waits_for_the_tokens_before_keeps_no_step_from_being_launched_ahead() -> None:
+    engine, runner = make_engine(None, runs_ahead=True, late_ids=frozenset({"f"}))
+    engine.add("f", [5, 6, 7], greedy(5, detokenize=False))
+    engine.add("a", [8, 9], greedy(5, detokenize=False))
+    for num_launched in range(2, 6):
+        engine.step()
+        assert (runner.num_launched, runner.num_late, len(engine._in_flight)) == (num_launched, num_launched - 1, 1)
+    engine.step()
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory for a graph"), KeyboardInterrupt()])
+def test_a_late_choice_that_fails_or_is_interrupted_loses_nothing(error: BaseException) -> None:
+    wanted: list[list[int]] = []
+    for step in (None, *range(5)):
+        engine, runner = make_engine(None, runs_ahead=True, late_ids=frozenset("0"))
+        runner.fails_late = True
+        prompts = [PREFIX[:11], PREFIX[5:30], [9]]
+        groups = [engine.add(str(i), prompt, greedy(8, detokenize=False)) for i, prompt in enumerate(prompts)]
+        number = 0
+        while engine.has_work():
+            if number == step:
+                runner.fails_next = error
+                with pytest.raises(type(error)):
+                    run_to_end(engine)
+                engine.scheduler.check()
+                assert runner.num_settled == 1
+            engine.step()
+            number += 1
+        found = [group.answers[0].token_ids for group in groups]
+        wanted = wanted or found
+        assert found == wanted
+        assert engine.scheduler.pool.num_held == 0
+
+
 def test_an_id_can_be_used_again_with_the_aborted_request_s_step_in_flight() -> None:
     engine, _ = make_engine(None, runs_ahead=True, damaged_at={"a": 1})
     engine.add("a", [5, 6, 7], greedy(8, detokenize=False))
@@ -263,6 +308,7 @@ def test_a_launch_that_fails_or_is_interrupted_loses_nothing(runs_ahead: bool, s
                 with pytest.raises(type(error)):
                     engine.step()
                 engine.scheduler.check()
+                assert runner.num_settled == 1
             engine.step()
             number += 1
         found = [[*group.answers[0].token_ids, *group.prompt_logprobs] for group in groups]

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lean_engine import LLM, EngineConfig, RequestOutput, SamplingParams, models
 from lean_engine.checkpoint import open_checkpoint
 from lean_engine.dtypes import numpy_dtype
 from lean_engine.engine import cuda_device, start
+from lean_engine.engine.runner import LaunchedStep
 from lean_engine.engine.start import compile_model
 from lean_engine.errors import ConfigError, LaunchError, OutOfMemory
 from lean_engine.runtime.cpu.device import CpuDevice
@@ -35,6 +37,7 @@ from lean_engine.runtime.cuda.instances import KernelCall
 from lean_engine.runtime.cuda.sampling import SamplingSizes
 from lean_engine.runtime.device import LaunchArgs
 from lean_engine.runtime.weights import expected_shapes
+from lean_engine.scheduling.plan import StepPlan
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 FAMILIES = sorted(p.name for p in TINY.iterdir())
@@ -402,6 +405,24 @@ def test_requests_beyond_the_device_s_limits_are_sampled_by_the_host_beside_the_
     assert llm.engine.runner.chooser.num_host_rows == 5
 
 
+def test_log_probabilities_of_a_prompt_keep_only_its_own_chunks_from_being_passed(
+    load_emulated: LoadLLM, make_model: MakeModel
+) -> None:
+    engine = load_emulated(make_model("llama-gqa-tied", "float16"), max_num_batched_tokens=16, max_num_seqs=4).engine
+    engine.add("free", PROMPTS[0], replace(GREEDY, max_tokens=20))
+    engine.step()
+    engine.step()
+    assert len(engine._in_flight) == 1
+    group = engine.add("scored", PROMPTS[1], replace(GREEDY, prompt_logprobs=1))
+    num_waiting = 0
+    while not group.answers[0].token_ids:
+        engine.step()
+        num_waiting += not engine._in_flight
+    assert num_waiting == 3, "chunks of 15, 15 and 3 tokens"
+    engine.step()
+    assert len(engine._in_flight) == 1
+
+
 def test_damaged_logits_end_their_request_alone(load_emulated: LoadLLM, make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model("llama-gqa-tied", "float16")
     for name in ("config.json", "tokenizer.json"):
@@ -476,8 +497,83 @@ def test_what_sampling_graphs_and_measuring_take_is_all_in_the_count(make_model:
     assert own > eager > sizes.num_bytes() + head
 
 
+def count_late_choices(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every step whose tokens are chosen: whether its program was launched with another step in flight, and its
+    choice when that one had been read.
+    """
+    engine, chooser, late = llm.engine, llm.engine.runner.chooser, []
+    launch, choose = engine.runner.launch, chooser.launch_choice
+    is_launching = False
+
+    def launching(plan: StepPlan, is_ahead: bool) -> LaunchedStep:
+        nonlocal is_launching
+        is_launching = True
+        try:
+            return launch(plan, is_ahead=is_ahead)
+        finally:
+            is_launching = False
+
+    def choosing(tokens: Any) -> Any:
+        late.append(not is_launching)
+        return choose(tokens)
+
+    monkeypatch.setattr(engine.runner, "launch", launching)
+    monkeypatch.setattr(chooser, "launch_choice", choosing)
+    return late
+
+
+def test_a_failed_launch_leaves_no_copy_behind_of_memory_that_is_written_again(
+    load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load_emulated(make_model("llama-gqa-tied", "float16"))
+    program = llm.engine.runner.program
+
+    def fail(*sizes: int) -> None:
+        raise LaunchError("no memory for a graph")
+
+    llm.engine.add("a", PROMPTS[1], GREEDY)
+    monkeypatch.setattr(program, "launch", fail)
+    with pytest.raises(LaunchError, match="no memory"):
+        llm.engine.step()
+    for inputs in program.input_sets:
+        inputs.host["input_ids"].fill(-7)
+    program.device.driver.synchronize()
+    assert program.device_inputs["input_ids"][: len(PROMPTS[1])].tolist() == PROMPTS[1]
+
+
+def test_a_late_choice_that_fails_loses_no_token_and_follows_no_form_twice(
+    load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    form = {"regex": "[a-d]{3}-[0-9]{1,3}x"}
+    params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=form), GREEDY]
+    found = []
+    for fails in (False, True):
+        llm = load_emulated(make_model("llama-gqa-tied", "float16"))
+        engine = llm.engine
+        late = count_late_choices(llm, monkeypatch)
+        graph, failures = engine.runner.chooser._graph, []
+
+        def failing_graph(*key: Any, late: list[bool] = late, graph: Any = graph, failures: Any = failures) -> Any:
+            if late[-1] and sum(late) in (1, 3) and len(failures) < sum(late):
+                failures.append(LaunchError("no memory for a graph"))
+                raise failures[-1]
+            return graph(*key)
+
+        if fails:
+            monkeypatch.setattr(engine.runner.chooser, "_graph", failing_graph)
+        groups = [engine.add(str(i), PROMPTS[i], one) for i, one in enumerate(params)]
+        while engine.has_work():
+            with suppress(LaunchError):
+                engine.step()
+        assert bool(failures) == fails
+        found.append([(g.answers[0].token_ids, g.answers[0].text, g.answers[0].finish_reason) for g in groups])
+    assert found[0] == found[1]
+    assert re.fullmatch(form["regex"], found[0][0][1])
+
+
 def test_answers_held_to_a_form_are_chosen_on_the_device_beside_free_ones(
-    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel
+    load_llm: LoadLLM, load_emulated: LoadLLM, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
     model = make_model("llama-gqa-tied", "float16")
@@ -489,7 +585,10 @@ def test_answers_held_to_a_form_are_chosen_on_the_device_beside_free_ones(
     ]
     wanted = load_llm(model).generate(prompts(PROMPTS[:3]), params)
     llm = load_emulated(model)
+    assert llm.engine.runs_ahead
+    num_late = count_late_choices(llm, monkeypatch)
     found = llm.generate(prompts(PROMPTS[:3]), params)
+    assert sum(num_late) > 5, "a step with forms is launched before the tokens before it are read"
     for output, other in zip(found[:2], wanted, strict=False):
         assert re.fullmatch("[a-d]{3}-[0-9]{1,3}x", output.outputs[0].text), output.outputs[0].error
         assert output.outputs[0].finish_reason == other.outputs[0].finish_reason == "stop"
