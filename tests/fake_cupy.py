@@ -179,6 +179,8 @@ class FakeCuda:
     def _copy(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
         assert not self.is_capturing
         assert stream == self.streams[-1].ptr
+        if not all(type(value) is int for value in (target, source, stream)):
+            raise TypeError("an integer is required")  # NumPy's are none to CuPy
         self.view(target if kind == 1 else source, "uint8", num_bytes)  # lies in an allocation
         ctypes.memmove(target, source, num_bytes)
 
@@ -250,6 +252,7 @@ class Function:
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int, stream: Stream
     ) -> None:
+        assert type(grid) is type(block) is tuple, "CuPy takes no other sequences"
         limit = max(48 * 1024, self.cuda.shared_bytes_asked.get(self.ptr, 0))
         assert shared_mem <= limit, "more dynamic shared memory than was asked for"
         values = [self._value(v, p) for v, p in zip(args, self.kernel.parameters, strict=True)]

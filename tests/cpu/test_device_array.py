@@ -54,3 +54,12 @@ def test_impossible_shapes_are_refused() -> None:
         array.reshape(4, 2)
     with pytest.raises(ValueError, match="rows of 4 bytes are no whole number of float64"):
         array.view(np.float64)
+
+
+def test_addresses_are_python_s_integers_whatever_shapes_are_made_of() -> None:
+    """CuPy copies to no other; see test_cupy_calls.py."""
+    array = DeviceArray(None, np.int64(4096), (np.int64(6), np.int32(4)), np.dtype("float32"))  # type: ignore[arg-type]
+    for part in (array, array[1:], array[np.int64(2) : np.int64(3)], array.reshape(np.int64(24)), array.view("uint8")):
+        assert type(part.address) is int
+        assert {type(n) for n in part.shape} == {int}
+        assert type(part.nbytes) is int

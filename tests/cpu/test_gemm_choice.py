@@ -68,9 +68,15 @@ def test_equal_times_go_to_the_first_candidate() -> None:
 
 
 def test_candidates_take_turns() -> None:
-    made_up = clock(1, 2, 3)
+    made_up = clock(10, 11, 12)
     fastest(made_up, PROBLEM, OFFERED)
     assert made_up.turns == OFFERED * ROUNDS
+
+
+def test_candidates_that_are_far_behind_are_not_timed_again() -> None:
+    made_up = MadeUpClock({FEW: [20], TENSOR: [13, 9], BLAS: [10]})
+    assert fastest(made_up, PROBLEM, OFFERED) == TENSOR
+    assert made_up.turns == [*OFFERED, *[TENSOR, BLAS] * (ROUNDS - 1)]
 
 
 def test_candidate_that_cannot_run_is_left_out_and_not_tried_again() -> None:

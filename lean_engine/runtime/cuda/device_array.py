@@ -34,8 +34,8 @@ class DeviceArray:
 
     def __init__(self, memory: Any, address: int, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         self.memory = memory
-        self.address = address
-        self.shape = tuple(shape)
+        self.address = int(address)
+        self.shape = tuple(int(n) for n in shape)
         self.dtype = np.dtype(dtype)
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class DeviceArray:
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """The same elements in another shape, given as numbers or as a sequence; one may be -1."""
-        wanted = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        wanted = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else list(shape)
         if -1 in wanted:
             rest = math.prod(n for n in wanted if n != -1)
             wanted[wanted.index(-1)] = self.size // rest if rest else 0

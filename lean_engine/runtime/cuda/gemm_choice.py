@@ -27,7 +27,8 @@ from lean_engine.runtime.cuda.sources import kernel_source
 from lean_engine.runtime.whole_file import locked, read_whole, write_whole
 
 FORMAT = 1  # of the files; another number, another file
-ROUNDS = 3  # each candidate's time is the shortest of so many
+ROUNDS = 3  # each candidate's time is the shortest of so many at most
+HOPELESS = 1.5  # times the shortest time: what takes longer is not timed again
 TIE = 1.02  # times that differ by less are equal: the first candidate is taken
 MAX_SKINNY_ROWS = max(gemm_kernels.TENSOR_WEIGHTS)  # beyond, skinny kernels are for what cuBLASLt lacks
 
@@ -109,20 +110,18 @@ def fastest(stopwatch: Stopwatch, problem: Problem, offered: Sequence[Candidate]
 
     Candidates take turns, so that a clock that changes meanwhile is nobody's advantage.
     """
-    times = [math.inf] * len(offered)
-    can_run = [True] * len(offered)
+    times = dict.fromkeys(range(len(offered)), math.inf)  # place → time, of those that can run
     for _ in range(ROUNDS):
-        for i, candidate in enumerate(offered):
-            if can_run[i]:
-                try:
-                    times[i] = min(times[i], stopwatch.microseconds(problem, candidate))
-                except LaunchError:
-                    can_run[i] = False
-    usable = [i for i, is_usable in enumerate(can_run) if is_usable]
-    if not usable:
+        limit = HOPELESS * min(times.values(), default=0.0)
+        for i in [i for i, us in times.items() if us <= limit]:
+            try:
+                times[i] = min(times[i], stopwatch.microseconds(problem, offered[i]))
+            except LaunchError:
+                del times[i]
+    if not times:
         raise LaunchError(f"none of {len(offered)} kernels runs {problem}")
-    limit = TIE * min(times[i] for i in usable)
-    return offered[next(i for i in usable if times[i] <= limit)]
+    limit = TIE * min(times.values())
+    return offered[next(i for i, us in times.items() if us <= limit)]
 
 
 # ---- the file
