@@ -1,23 +1,7 @@
 // Kernels whose every output element depends on one element of each input, or on a gate and its partner.
 //
 // Arrays begin at 16-byte boundaries; out may lie over the first input.
-#include "common.cuh"
-
-// ---- functions
-
-struct Silu {
-    // exp overflows to inf where the result is 0.
-    static DEVICE float apply(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-};
-
-struct GeluTanh {
-    // The tanh approximation of GELU (Hendrycks and Gimpel 2016), x/2 * (1 + tanh(u)) with u = √(2/π)(x + 0.044715x³),
-    // written as x / (1 + exp(-2u)).
-    static DEVICE float apply(float x) {
-        constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
-        return __fdividef(x, 1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
-    }
-};
+#include "activation.cuh"
 
 // ---- a gate and its partner
 

@@ -21,21 +21,35 @@ SYNC = "__syncthreads();"
 class Mutant:
     file: str
     kernel: str
-    old: str  # stands in the file once
+    old: str  # stands in the file once, or in the header
     new: str
     rule: str  # regular expression of what is reported
     run: Callable[[], CudaRun] | None = None  # None: a sample, run by sample_runs
+    header: str | None = None  # which the file includes
 
     def source(self) -> str:
-        text = ((HERE if self.run is None else CUDA) / self.file).read_text()
-        assert text.count(self.old) == 1, f"the text to change is there {text.count(self.old)} times"
-        return text.replace(self.old, self.new)
+        """The file with the bug; a header that has it is written into it."""
+        directory = HERE if self.run is None else CUDA
+        text = (directory / self.file).read_text()
+        if self.header is None:
+            return replace_once(text, self.old, self.new)
+        changed = replace_once((directory / self.header).read_text(), self.old, self.new)
+        return replace_once(text, f'#include "{self.header}"', changed.replace("#pragma once", ""))
+
+
+def replace_once(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"the text to change is there {text.count(old)} times: {old}"
+    return text.replace(old, new)
 
 
 def mutants(
-    file: str, kernel: str, run: Callable[[], CudaRun] | None, bugs: dict[str, tuple[str, str, str]]
+    file: str,
+    kernel: str,
+    run: Callable[[], CudaRun] | None,
+    bugs: dict[str, tuple[str, str, str]],
+    header: str | None = None,
 ) -> dict[str, Mutant]:
-    return {f"{kernel}: {name}": Mutant(file, kernel, *bug, run) for name, bug in bugs.items()}
+    return {f"{kernel}: {name}": Mutant(file, kernel, *bug, run, header) for name, bug in bugs.items()}
 
 
 # ---- samples
@@ -181,8 +195,8 @@ GATED = {
         "ACTIVATION::apply(up[i]) * gate[i]",
         WRONG,
     ),
-    "cube left out": ("x + 0.044715f * x * x * x", "x", WRONG),
 }
+ACTIVATION = {"cube left out": ("x + 0.044715f * x * x * x", "x", WRONG)}
 TOTAL = {
     "tail left out": ("at < count; ++at", "at < start; ++at", WRONG),
     "tail as a vector": ("start + N <= count", "start < count", "out of bounds"),
@@ -193,6 +207,7 @@ ENGINE = {
     **mutants("rope_cache.cu", "qk_norm_rope_write_kv<bfloat16, 8, 8>", lambda: fused(80), LANES),
     **mutants("gather.cu", "gather_rows<bfloat16, 8>", ClampedGather, GATHER),
     **mutants("elementwise.cu", "act_and_mul<bfloat16, 8, GeluTanh>", gated, GATED),
+    **mutants("elementwise.cu", "act_and_mul<bfloat16, 8, GeluTanh>", gated, ACTIVATION, "activation.cuh"),
     **mutants("elementwise.cu", "add<bfloat16>", total, TOTAL),
 }
 MUTANTS = SAMPLES | ENGINE
