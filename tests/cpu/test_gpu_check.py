@@ -24,7 +24,20 @@ from lean_engine.runtime.device import LaunchArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "gpu_check"
-PARTS = ["environment", "compile", "kernels", "models", "ceilings", "gemm", "attention", "sampler", "decode", "peers"]
+KERNEL_PARTS = ["kernels", "k-attention", "k-gemm", "k-moe", "k-sampler"]
+PARTS = ["environment", "compile", *KERNEL_PARTS, "models", "ceilings", "decode-8b", "decode", "gemm", "attention",
+         "sampler", "peers"]  # fmt: skip
+ABSENT = ("gguf", "hypothesis", "llguidance", "msgspec", "prometheus_client", "starlette", "uvicorn", "click", "jinja2")
+BLOCKER = f"""
+import sys
+
+class Blocker:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker)
+"""
 FAKE_PARTS = """
 import os, sys, time
 from gpu_check.context import CheckError, SkippedError
@@ -50,6 +63,9 @@ def hangs(context):
 def dies(context):
     print("last words", flush=True)
     os._exit(3)
+
+def tells_its_time(context):
+    context.row("time", seconds=context.seconds_left())
 
 def reads(context):
     context.row("read", rows=len(context.rows_of("fine")))
@@ -85,8 +101,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def start(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def start(out: Path, *options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # the script finds the checkout itself
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
     command = [sys.executable, str(SCRIPT), "--out", str(out), *options]
     return subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
@@ -96,15 +114,17 @@ def test_every_part_runs_on_the_emulated_device(tmp_path: Path) -> None:
         load_emulator()
     except ConfigError as error:
         pytest.skip(str(error))
-    result = start(tmp_path, "--emulated")
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    result = start(tmp_path, "--emulated", path=tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
     records = lines(tmp_path / "results.jsonl")
     assert [record["part"] for record in records] == PARTS
     assert {record["part"]: record["status"] for record in records if record["status"] != "ok"} == {"peers": "skipped"}
     rows = {record["part"]: record["rows"] for record in records}
     assert all("error" not in row for of_part in rows.values() for row in of_part if row["title"] != "nvidia-smi")
-    assert {row["title"].split()[0] for row in rows["kernels"]} > {"rms_norm", "gemm", "paged_attention", "sampling"}
-    assert all(row["cases"] > 0 for row in rows["kernels"])
+    checked = [row for part in KERNEL_PARTS for row in rows[part]]
+    assert {row["title"].split()[0] for row in checked} > {"rms_norm", "gemm", "paged_attention", "sampling"}
+    assert all(row["cases"] > 0 for row in checked)
     assert {row["title"].split()[0] for row in rows["models"]} == {"llama", "qwen3-moe"}
     assert all(row["us"] > 0 for part in ("ceilings", "gemm", "sampler") for row in rows[part])
     assert {"graph_ms", "wall_ms", "idle_percent"} <= {name for row in rows["decode"] for name in row}
@@ -139,7 +159,7 @@ def test_failed_check_is_in_the_exit_code(run_parts: Any, capsys: pytest.Capture
 
 def test_time_limit_of_a_part_ends_it_and_what_it_started(run_parts: Any, tmp_path: Path) -> None:
     begin = time.monotonic()
-    code, records = run_parts("hangs", "fine", seconds=1.5, correctness=("hangs",))
+    code, records = run_parts("hangs", "fine", seconds=1.5, time_limit=3.0, correctness=("hangs",))
     assert time.monotonic() - begin < 20
     assert (code, [record["status"] for record in records]) == (1, ["cut", "ok"])
     assert records[0]["rows"] == [{"title": "before", "number": 1}], "rows before the end are kept"
@@ -152,6 +172,35 @@ def test_time_limit_in_all_skips_what_is_left(run_parts: Any) -> None:
     code, records = run_parts("hangs", "fine", time_limit=1.5, correctness=("fine",))
     assert [record["status"] for record in records] == ["cut", "skipped"]
     assert code == 1, "a check that was never run shows nothing"
+
+
+def test_a_part_may_use_what_those_before_it_left_and_nothing_of_those_behind_it(run_parts: Any) -> None:
+    _, records = run_parts("fine", "tells_its_time", "hangs", "fine", seconds=4, time_limit=18)
+    assert [record["status"] for record in records] == ["ok", "ok", "cut", "ok"]
+    (row,) = records[1]["rows"]
+    assert 4.5 < row["seconds"] < 10, "18 less two parts behind it and the part before"
+
+
+def test_parts_have_time_for_all_of_them() -> None:
+    from gpu_check.main import parse
+    from gpu_check.parts import PARTS as PARTS_OF_THE_SCRIPT
+
+    limit = parse(["--out", "there"]).time_limit
+    assert sum(part.seconds for part in PARTS_OF_THE_SCRIPT) <= limit <= 540
+
+
+def test_products_that_no_time_is_left_for_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpu_check import gemm
+    from gpu_check.context import MARK, Context
+
+    try:
+        load_emulator()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    gemm.run(Context(tmp_path, is_emulated=True, deadline=time.monotonic() + gemm.KEPT_SECONDS - 1))
+    (text,) = capsys.readouterr().out.split(MARK)[1:]
+    row = json.loads(text)["row"]
+    assert (row["title"], len(row["left_out"])) == ("no time was left", 8)
 
 
 def test_unknown_parts_are_refused(tmp_path: Path) -> None:

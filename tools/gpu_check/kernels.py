@@ -33,12 +33,36 @@ NOWHERE = 2**24  # a block id far beyond the cache
 EMULATED_EVERY = 25  # of the cases, one in so many is run on the emulated device
 
 
-def run(context: Context) -> None:
+Check = tuple[str, Callable[[], float]]  # a case as text, and what gives the share of the allowed error
+Checks = dict[str, list[Check]]  # by kernel
+
+
+def run_table(context: Context) -> None:
+    run(context, table_checks)
+
+
+def run_attention(context: Context) -> None:
+    run(context, attention_checks)
+
+
+def run_gemm(context: Context) -> None:
+    run(context, gemm_checks)
+
+
+def run_moe(context: Context) -> None:
+    run(context, moe_checks)
+
+
+def run_sampler(context: Context) -> None:
+    run(context, sampler_checks)
+
+
+def run(context: Context, checks_of: Callable[[Driver, str], Checks]) -> None:
     driver = open_driver(context)
     dtypes = ("bfloat16",) if context.is_emulated else ("bfloat16", "float16")
     failed = 0
     for dtype in dtypes:
-        for name, checks in all_checks(driver, dtype).items():
+        for name, checks in checks_of(driver, dtype).items():
             chosen = checks[::EMULATED_EVERY] if context.is_emulated else checks
             tally = count(chosen)
             failed += len(tally.wrong)
@@ -56,9 +80,6 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-Check = tuple[str, Callable[[], float]]  # a case as text, and what gives the share of the allowed error
-
-
 def count(checks: Iterable[Check]) -> Tally:
     tally = Tally()
     for title, check in checks:
@@ -73,18 +94,33 @@ def count(checks: Iterable[Check]) -> Tally:
     return tally
 
 
-def all_checks(driver: Driver, dtype: str) -> dict[str, list[Check]]:
-    checks: dict[str, list[Check]] = {}
+def table_checks(driver: Driver, dtype: str) -> Checks:
+    checks: Checks = {}
     for case in table_cases():
         checks.setdefault(case.kind, []).append((str(case), partial(check_launch, driver, case, dtype)))
-    device = CudaDevice(driver, dtype)
-    checks["paged_attention"] = [(str(c), partial(check_attention, device, c)) for c in attention_cases()]
-    checks["gemm"] = [(str(c), partial(check_gemm, driver, c, dtype)) for c in gemm_cases()]
-    checks["moe_route"] = [(str(c), partial(check_route, driver, c, dtype)) for c in route_cases()]
-    checks["moe_experts"] = [(str(c), partial(check_experts, driver, c, dtype)) for c in expert_cases()]
-    if dtype == "bfloat16":  # logits are float32 whatever the model's type
-        checks["sampling"] = [(str(c), partial(check_sampler, driver, c)) for c in sampler_cases()]
     return checks
+
+
+def attention_checks(driver: Driver, dtype: str) -> Checks:
+    device = CudaDevice(driver, dtype)
+    return {"paged_attention": [(str(c), partial(check_attention, device, c)) for c in attention_cases()]}
+
+
+def gemm_checks(driver: Driver, dtype: str) -> Checks:
+    return {"gemm": [(str(c), partial(check_gemm, driver, c, dtype)) for c in gemm_cases()]}
+
+
+def moe_checks(driver: Driver, dtype: str) -> Checks:
+    return {
+        "moe_route": [(str(c), partial(check_route, driver, c, dtype)) for c in route_cases()],
+        "moe_experts": [(str(c), partial(check_experts, driver, c, dtype)) for c in expert_cases()],
+    }
+
+
+def sampler_checks(driver: Driver, dtype: str) -> Checks:
+    if dtype != "bfloat16":  # logits are float32 whatever the model's type
+        return {}
+    return {"sampling": [(str(c), partial(check_sampler, driver, c)) for c in sampler_cases()]}
 
 
 # ---- kernels of one launch

@@ -71,9 +71,10 @@ def run_parts(parts: Sequence[Part], out: Path, is_emulated: bool, time_limit: f
     deadline = time.monotonic() + time_limit
     records: list[Record] = []
     try:
-        for part in parts:
+        for place, part in enumerate(parts):
             say(f"== {part.name}")
-            seconds = min(part.seconds, deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            seconds = min(left, max(part.seconds, left - sum(later.seconds for later in parts[place + 1 :])))
             if seconds < MIN_SECONDS:
                 error = {"type": "NoTime", "message": "the time limit left none for it", "traceback": []}
                 record = {"part": part.name, "status": "skipped", "seconds": 0.0, "rows": [], "error": error}

@@ -15,20 +15,20 @@ from gpu_check.torch_process import torch_rows
 CONTEXT_LEN = 1024
 # subject, model, batches, seconds: the most telling first, since the time may end
 QUESTIONS = (
-    ("static", "qwen3-0.6b", (1, 8, 32, 128), 70.0),
-    ("static", "llama-3.1-8b", (1, 8, 32, 128), 70.0),
+    ("static", "qwen3-0.6b", (1, 32, 8, 128), 70.0),
+    ("static", "llama-3.1-8b", (1, 32, 8, 128), 70.0),
     ("transformers", "qwen3-0.6b", (1, 32), 75.0),
-    ("static", "llama-3.2-1b", (1, 8, 32, 128), 60.0),
+    ("static", "llama-3.2-1b", (1, 32, 8, 128), 60.0),
     ("transformers", "llama-3.1-8b", (1, 32), 90.0),
     ("transformers", "llama-3.2-1b", (1, 32), 75.0),
-    ("static", "smollm2-135m", (1, 8, 32, 128), 60.0),
+    ("static", "smollm2-135m", (1, 32, 8, 128), 60.0),
 )
 
 
 def run(context: Context) -> None:
     if context.is_emulated:
         raise SkippedError("peers need a GPU and torch")
-    own = context.rows_of("decode")
+    own = [*context.rows_of("decode-8b"), *context.rows_of("decode")]
     for subject, model, batches, seconds in QUESTIONS:
         asked = [question(model, batch, CONTEXT_LEN) for batch in batches]
         for row in torch_rows(context, subject, asked, min(seconds, context.seconds_left() - 3)):

@@ -80,9 +80,9 @@ class Timeline:
     def listen(self, runner: Any) -> None:
         launch = runner.launch
 
-        def marked(plan: Any) -> Any:
+        def marked(plan: Any, **options: Any) -> Any:
             begin = self._mark()
-            step = launch(plan)
+            step = launch(plan, **options)
             self._marks.append((begin, self._mark()))
             return step
 
