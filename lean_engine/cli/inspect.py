@@ -1,6 +1,7 @@
 """`lean-engine inspect`: a model's program before and after the passes, and what a step of it costs.
 
-Only the configuration is read, never a weight, so a model that does not fit into memory can be inspected too.
+Only the configuration is read, and a GGUF file's header, never a weight, so a model that does not fit into memory can
+be inspected too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
+from lean_engine.cli.footprint import is_gguf, stored_weights
 from lean_engine.cli.inspect_kernels import list_kernels
 from lean_engine.cli.options import Command, Option, engine_options, flag, is_given, model_argument, tokens
 from lean_engine.config import EngineConfig
@@ -141,7 +143,8 @@ class Report:
     after: Graph
     num_parameters: int
     parameter_bytes: int  # on the device
-    checkpoint_bytes: int  # in the dtype that the configuration names
+    checkpoint_bytes: int  # in the dtype that the configuration names; of a GGUF file as they are stored
+    checkpoint_type: str
     step: Step
     cost: Cost
     arena_bytes: int  # activations and scratch of this step
@@ -177,7 +180,7 @@ class Report:
             "model": f"{self.model}: {c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}, intermediate "
             f"{c.intermediate_size}, heads {c.num_q_heads} ({c.num_kv_heads} KV) of {c.head_dim}, vocabulary "
             f"{c.vocab_size:,}{experts}",
-            "parameters": f"{self.num_parameters:,}: {format_bytes(self.checkpoint_bytes)} as {c.dtype}, "
+            "parameters": f"{self.num_parameters:,}: {format_bytes(self.checkpoint_bytes)} as {self.checkpoint_type}, "
             f"{format_bytes(self.parameter_bytes)} on the device with rope tables for {self.max_model_len:,} tokens",
             "step": f"{plural(step.num_tokens, 'token')} of {plural(step.num_requests, 'request')}, context "
             f"{plural(step.context, 'token')}",
@@ -228,6 +231,12 @@ def inspect_model(
         plan_memory(lowered, step_dims(dims, limit, engine.block_size), workspace) for dims in (step.dims, largest)
     ]
     count = num_parameters(before)
+    size, checkpoint_size, checkpoint_type = parameter_bytes(after), count * dtype(config.dtype).num_bytes, config.dtype
+    if is_gguf(checkpoint):
+        stored = stored_weights(model, dataclasses.replace(engine, dtype="auto"), lowered.parameters)
+        checkpoint_size, checkpoint_type = stored.file_bytes, stored.description
+        if engine.dtype == "auto":
+            size = stored.held_bytes + rope_table_bytes(after)
     return Report(
         model=model,
         config=config,
@@ -235,8 +244,9 @@ def inspect_model(
         before=before,
         after=after,
         num_parameters=count,
-        parameter_bytes=parameter_bytes(after),
-        checkpoint_bytes=count * dtype(config.dtype).num_bytes,
+        parameter_bytes=size,
+        checkpoint_bytes=checkpoint_size,
+        checkpoint_type=checkpoint_type,
         step=step,
         cost=measure(after, step),
         arena_bytes=plans[0].arena_bytes,
@@ -244,6 +254,12 @@ def inspect_model(
         largest_arena_bytes=plans[1].arena_bytes,
         threads=num_threads,
     )
+
+
+def rope_table_bytes(graph: Graph) -> int:
+    from lean_engine.ir.sources import RopeTable
+
+    return sum(p.value.type.num_bytes({}) for p in graph.parameters if isinstance(p.source, RopeTable))
 
 
 def make_step(num_tokens: int | None, num_requests: int, context: int | None, limit: int) -> Step:

@@ -1,8 +1,8 @@
 """`lean-engine plan`: how many requests a model can serve at once on a device of a given size, and why.
 
-Only the configuration is read, never a weight, and no device is touched. Weights, workspace and KV cache share what
---gpu-memory-utilization grants; the KV cache gets what the others leave. A device's context, code and kernels' scratch
-have the rest. cli/footprint says what is counted, memory/capacity how requests and waste are.
+Only the configuration is read, and a GGUF file's header, never a weight, and no GPU is touched. Weights, workspace and
+KV cache share what --gpu-memory-utilization grants; the KV cache gets what the others leave. A device's context, code
+and kernels' scratch have the rest. cli/footprint says what is counted, memory/capacity how requests and waste are.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def count(text: str) -> int:
     show_default=True,
     cls=Option,
     section="Device",
-    help="Type of weights, activations and KV cache; auto is the checkpoint's.",
+    help="Type of weights, activations and KV cache; auto is the checkpoint's, or as this CPU keeps a GGUF file.",
 )
 @click.option(
     "--prompt-tokens",
@@ -150,7 +150,7 @@ def command(
         available_memory_bytes() if gpu_memory is None else gpu_memory, gpu_memory_utilization, gpu_memory is None
     )
     shapes = None if trace is None else [RequestShape(r.prompt_len, r.output_len) for r in read_trace(trace)]
-    footprint = footprint_of(model or DEFAULT_MODEL, EngineConfig(**engine), dtype)
+    footprint = footprint_of(model or DEFAULT_MODEL, EngineConfig(**engine), dtype, is_cpu=device.is_this_machine)
     max_model_len, pool = divide(device, footprint)
     if shapes is None:
         shapes = [uniform_shape(prompt_tokens, output_tokens, max_model_len)]

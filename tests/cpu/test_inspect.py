@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Type
+from test_gguf_model import Original
+from test_plan import bytes_held
 from tiny import NAMES, directory, optimized, plain
 
 from lean_engine.checkpoint import open_checkpoint
 from lean_engine.cli import run
 from lean_engine.cli.inspect import describe_layers, fold_layers, format_flops
+from lean_engine.engine.cpu_device import compiled_kernels
+from lean_engine.errors import ConfigError
 from lean_engine.ir.text import format_graph
 from lean_engine.llm import LLM
 from lean_engine.passes.report import Step, layer_of, measure, num_parameters, weight_bytes
@@ -30,6 +35,23 @@ def inspect(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def figures(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(inspect(capsys, *args, "--json"))
     return found
+
+
+def test_weights_of_a_gguf_file_are_counted_as_stored_and_as_the_cpu_holds_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        compiled_kernels(progress=False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    path = str(Original(LLAMA).write(tmp_path / "model.gguf", Type.Q8_0))
+    found, plain_weights = figures(capsys, path), figures(capsys, path, "--dtype", "float32")
+    num_norms = 7 * 64
+    assert found["checkpoint_bytes"] == (found["num_parameters"] - num_norms) // 32 * 34 + 4 * num_norms
+    assert (
+        found["parameter_bytes"] == sum(bytes_held(path, found["max_model_len"])) < plain_weights["parameter_bytes"] / 2
+    )
+    assert "as stored: float32, q8_0" in inspect(capsys, path)
 
 
 # --- the costs

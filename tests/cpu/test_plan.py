@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Type
+from test_gguf_model import Original
 from tiny import directory
 
-from lean_engine import cli, models
+from lean_engine import EngineConfig, cli, models
+from lean_engine.checkpoint.gguf_model import GgufCheckpoint
 from lean_engine.cli import run
 from lean_engine.cli.plan import BLOCK_SIZES
 from lean_engine.dtypes import dtype
+from lean_engine.engine.cpu_device import compiled_kernels, make_cpu_device
+from lean_engine.engine.start import compile_model
+from lean_engine.errors import ConfigError
+from lean_engine.ir.sources import RopeTable
 from lean_engine.llm import LLM
 from lean_engine.models.presets import PRESETS
 from lean_engine.passes import plan_memory
 from lean_engine.passes.report import num_parameters
+from lean_engine.runtime.weights import load_weights
 
 TINY = str(directory("llama-gqa-tied"))  # H 64, 3 layers, 2 KV heads of 8, context 256: 96 elements of KV per token
 THIRTEEN = ["llama-2-13b", "--gpu-memory", "40GiB", "--max-model-len", "2048"]
@@ -63,6 +71,48 @@ def fail(capsys: Capture, code: int, *args: str) -> str:
 def write_trace(path: Path, *pairs: tuple[int, int]) -> str:
     path.write_text("".join(json.dumps({"prompt_len": p, "output_len": o}) + "\n" for p, o in pairs))
     return str(path)
+
+
+# --- GGUF files
+
+
+@pytest.fixture
+def gguf_model(tmp_path: Path) -> str:
+    try:
+        compiled_kernels(progress=False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return str(Original("llama-gqa-tied").write(tmp_path / "model.gguf", Type.Q8_0))
+
+
+def bytes_held(path: str, max_model_len: int) -> tuple[int, int]:
+    """What the CPU device loads: weights, and rope tables."""
+    config = EngineConfig(device="cpu", cpu_kernels="compiled")
+    checkpoint, device = GgufCheckpoint(Path(path)), make_cpu_device(config)
+    lowered = compile_model(models.configure(checkpoint.config), device, max_model_len)
+    loaded = load_weights(lowered.parameters, checkpoint, device)
+    tables = {p.value.name for p in lowered.parameters if isinstance(p.source, RopeTable)}
+    device.close()
+    of_tables = sum(array.nbytes for name, array in loaded.items() if name in tables)
+    return sum(array.nbytes for array in loaded.values()) - of_tables, of_tables
+
+
+def test_weights_of_a_gguf_file_count_on_this_machine_as_its_cpu_holds_them(gguf_model: str, capsys: Capture) -> None:
+    found = figures(capsys, gguf_model, "--max-model-len", "64")
+    held, tables = bytes_held(gguf_model, 64)
+    assert (found["weights_bytes"], found["workspace"]["rope_table_bytes"]) == (held, tables)
+    assert found["kv_bytes_per_token"] == 2 * 3 * 16 * 4, "float32"
+    assert held < 1.2 * found["num_parameters"], "about a byte each"
+    assert "as stored: float32, q8_0" in plan(capsys, gguf_model)
+
+
+def test_weights_of_a_gguf_file_count_on_a_gpu_as_its_loader_widens_them(gguf_model: str, capsys: Capture) -> None:
+    found = figures(capsys, gguf_model, "--gpu-memory", "1GiB")
+    assert (found["weights_bytes"], found["dtype"]) == (2 * found["num_parameters"], "float16")
+
+
+def test_a_dtype_that_is_given_is_what_a_gguf_file_s_weights_become(gguf_model: str, capsys: Capture) -> None:
+    assert figures(capsys, gguf_model, "--dtype", "bfloat16")["dtype"] == "bfloat16"
 
 
 # --- presets
