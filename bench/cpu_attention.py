@@ -2,6 +2,7 @@
 
 Decodes (one query per request) are told in GB/s of keys and values, beside what one thread reads from memory and a
 cache; prompt chunks in GFLOP/s, beside the peak of the processor's multiply-adds as a loop in registers reaches it.
+A variant is named by its kernels and its cache; "tiles" are those of dtype="bfloat16", where AMX tiles multiply.
 Each case runs over enough layers of its own that the caches do not stay in the processor's.
 
     python bench/cpu_attention.py [--threads 2] [--rounds 5] [--case "decode 16"] [--json results.jsonl]
@@ -29,6 +30,7 @@ from lean_engine.dtypes import numpy_dtype
 from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.cpu.native.compiler import find_compiler
 from lean_engine.runtime.cpu.native.device import NativeCpuDevice
+from lean_engine.runtime.cpu.native.launches import Precision
 from lean_engine.runtime.cpu.native.library import build_library
 from lean_engine.runtime.cpu.native.sources import kernel_sources
 from lean_engine.runtime.device import LaunchArgs
@@ -46,7 +48,10 @@ CASES = [
     ("prefill 512 over 1024", [(1024, 512)]),
     ("prefill 512 over 1536", [(1536, 512)]),
 ]
-VARIANTS = ("numpy float32", "native float32", "native bfloat16", "native float16")
+VARIANTS = (
+    *("numpy float32", "native float32", "native bfloat16", "native float16"),
+    *("tiles float32", "tiles bfloat16"),
+)
 
 PEAK = r"""
 #include "common.h"
@@ -126,7 +131,9 @@ def devices(threads: int) -> dict[str, Any]:
     path = build_library(find_compiler(), kernel_sources(), cache_directory() / "cpu")
     made: dict[str, Any] = {"numpy float32": CpuDevice(threads)}
     for variant in VARIANTS[1:]:
-        made[variant] = NativeCpuDevice(path, threads, kv_cache_dtype=variant.split()[1])
+        kernels, cache_type = variant.split()
+        precision = Precision(products="bfloat16" if kernels == "tiles" else "float32")
+        made[variant] = NativeCpuDevice(path, threads, precision, cache_type)
     return made
 
 

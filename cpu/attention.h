@@ -5,11 +5,13 @@
 
 #include "kv_types.h"
 
-#define STRETCH 256       // keys
-#define TILE 48           // rows
-#define TILE_FLOATS 6144  // of a tile's results: tiles of large heads have fewer rows
-#define FEW_TILES 32      // a step of fewer tiles is split by stretches
-#define FEW_ROWS 192      // as long as they have no more rows
+#define STRETCH 256               // keys
+#define TILE 48                   // rows
+#define TILE_FLOATS 6144          // of a tile's results: tiles of large heads have fewer rows
+#define BF16_TILE 384             // rows, of paged_attention_bf16
+#define BF16_TILE_ELEMENTS 24576  // of its queries
+#define FEW_TILES 32              // a step of fewer tiles is split by stretches
+#define FEW_ROWS 192              // as long as they have no more rows
 
 // A task. request -1: the tokens first_row … are padding and give zeros.
 typedef struct {

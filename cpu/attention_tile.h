@@ -4,9 +4,7 @@
 #ifndef LEAN_ATTENTION_TILE_H
 #define LEAN_ATTENTION_TILE_H
 
-#include "attention.h"
-
-#define MAX_BLOCK 64  // keys that are turned, or values that are widened, at once
+#include "attention_keys.h"
 
 #if defined(__AVX512F__)
 #define TILE_VECTORS 4  // GROUP * TILE_VECTORS sums fit in the registers, beside what they are made of
@@ -17,26 +15,9 @@
 #endif
 #define GROUP 6  // rows of a tile whose sums are in registers at once
 
-#define UNROLL _Pragma("GCC unroll 16")
-
 // ---- keys turned into panels [count / WIDTH][D][WIDTH]
 
 #if WIDTH == 16
-// 16 bytes of each of 16 rows, turned: out[i] holds the i-th 4 bytes of all rows.
-INLINE void turn_16_bytes(const char *row, int64_t stride, __m512i out[4]) {
-    __m512i x[4];
-    UNROLL for (int i = 0; i < 4; i++, row += stride) {
-        x[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
-        x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)(row + 4 * stride)), 1);
-        x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)(row + 8 * stride)), 2);
-        x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)(row + 12 * stride)), 3);
-    }
-    __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-    __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-    out[0] = _mm512_unpacklo_epi64(a, c), out[1] = _mm512_unpackhi_epi64(a, c);
-    out[2] = _mm512_unpacklo_epi64(b, d), out[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 // Turn dimensions 0 … of a strip, as many as come in 16 bytes, and return their number. Meanwhile ask for the strips
 // at next_keys and next_values: a step asks for as many bytes of each as it reads.
 INLINE int64_t turn_quickly(const char *rows, const char *next_keys, const char *next_values, int64_t dim, int type,

@@ -1,4 +1,8 @@
-"""paged_attention by cpu/attention.c: a step's plan, once for all layers of a geometry, and their launches."""
+"""paged_attention by cpu/attention.c: a step's plan, once for all layers of a geometry, and their launches.
+
+Where products are to be bfloat16's and there are AMX tiles, paged_attention_bf16 (cpu/attention_bf16.c) takes its
+place, for all requests of a step alike.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,11 @@ MIN_TILE = 24  # rows of a full tile at least
 FEW_TILES = 32
 FEW_ROWS = 192
 MAX_HEAD_DIM = 256
+MAX_BF16_TILE = 384  # rows of a tile of paged_attention_bf16
+BF16_TILE_ELEMENTS = 24576
+UNIT = 32  # elements that head_dim is padded to there
+MIN_BF16_TILE = 96
+TILES_PER_THREAD = 4
 ITEM_FIELDS = 8  # int32 each
 
 LOG2_E = math.log2(math.e)
@@ -31,6 +40,7 @@ class PlanAttentionArgs(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("cu_seqlens_q", "seq_lens", "counts", "items", "merges")),
         *((name, Int) for name in ("num_tokens", "num_requests", "num_kv_heads", "group", "head_dim", "window")),
+        ("tile_rows", Int),
     )
 
 
@@ -58,9 +68,9 @@ class Plan:
 
 
 def plan(
-    scope: Scope, cu_seqlens: Array, seq_lens: Array, sizes: tuple[int, int, int, int, int], max_length: int
+    scope: Scope, cu_seqlens: Array, seq_lens: Array, sizes: tuple[int, int, int, int, int], tile: int, max_length: int
 ) -> Plan:
-    """sizes: T, K, query heads per KV head, D, window (0 = all)."""
+    """sizes: T, K, query heads per KV head, D, window (0 = all). tile: rows of a tile at most; 0: paged_attention's."""
 
     def make() -> tuple[Plan, list[NativeLaunch]]:
         num_tokens, num_kv_heads, group, head_dim, window = sizes
@@ -73,12 +83,12 @@ def plan(
         addresses = address(counts), address(items), address(merges)
         fields = PlanAttentionArgs(
             *(address(cu_seqlens), address(seq_lens), *addresses),
-            *(num_tokens, num_requests, num_kv_heads, group, head_dim, window),
+            *(num_tokens, num_requests, num_kv_heads, group, head_dim, window, tile),
         )
         made = Plan(counts, items, merges, addresses)
         return made, [NativeLaunch("plan_attention", fields, 1, keeps=(made,))]
 
-    return scope.once_per_step(("plan_attention", address(seq_lens), len(seq_lens), sizes), make)
+    return scope.once_per_step(("plan_attention", address(seq_lens), len(seq_lens), sizes, tile), make)
 
 
 def num_stretches(max_length: int) -> int:
@@ -111,17 +121,35 @@ def paged_attention(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
     group = columns // head_dim // num_kv_heads
     window = int(args.scalars["window"] or 0)
     sizes = num_tokens, num_kv_heads, group, head_dim, window
-    made = plan(scope, cu_seqlens, seq_lens, sizes, max_blocks * block_size)
+    scale = float(args.scalars["scale"])
+    in_bf16 = scope.products == "bfloat16" and scale > 0 and has_tiles(scope)
+    tile = bf16_tile(num_tokens * num_kv_heads * group, head_dim, scope.num_threads) if in_bf16 else 0
+    made = plan(scope, cu_seqlens, seq_lens, sizes, tile, max_blocks * block_size)
     fields = PagedAttentionArgs(
         *map(address, args.inputs),
         *(*made.addresses, address(args.workspace), address(args.outputs[0])),
         *(num_kv_heads, group, head_dim, block_size, max_blocks, window, cache_type(k_cache)),
-        *powers_of_two(float(args.scalars["scale"]), args.scalars["softcap"]),
+        *powers_of_two(scale, args.scalars["softcap"]),
     )
     return [
-        NativeLaunch("paged_attention", fields, 0, "count_attention", (made,)),
+        NativeLaunch("paged_attention_bf16" if in_bf16 else "paged_attention", fields, 0, "count_attention", (made,)),
         NativeLaunch("merge_attention", fields, 0, "count_attention_merges", (made,)),
     ]
+
+
+def has_tiles(scope: Scope) -> bool:
+    """Whether paged_attention_bf16 can run: the processor has AMX tiles, and the system grants them."""
+    return scope.constant("has_attention_bf16", lambda: bool(scope.library.function("has_attention_bf16", Int)()))
+
+
+def bf16_tile(num_rows: int, head_dim: int, num_threads: int) -> int:
+    """Rows of a tile of paged_attention_bf16 at most: many share the prepared keys, but all threads should have tiles.
+
+    A row's result does not depend on it.
+    """
+    most = min(MAX_BF16_TILE, BF16_TILE_ELEMENTS // (-(-head_dim // UNIT) * UNIT))
+    share = num_rows // (TILES_PER_THREAD * num_threads)
+    return min(most, max(MIN_BF16_TILE, share)) // UNIT * UNIT
 
 
 def powers_of_two(scale: float, softcap: float | None) -> tuple[float, float]:

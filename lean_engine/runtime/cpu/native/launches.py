@@ -92,11 +92,15 @@ class Scope:
 
     Args:
         constants: values derived from weights, shared by every program of the device.
+        products: Precision.products, for kernels without weights.
     """
 
-    def __init__(self, library: Library, num_threads: int, constants: dict[Hashable, Any]) -> None:
+    def __init__(
+        self, library: Library, num_threads: int, constants: dict[Hashable, Any], products: str = "float32"
+    ) -> None:
         self.library = library
         self.num_threads = num_threads
+        self.products = products
         self.prologue: list[NativeLaunch] = []  # run before the launches
         self._shared: dict[Hashable, object] = {}
         self._constants = constants

@@ -1,0 +1,38 @@
+// AMX tiles of bfloat16: whether there are any, and their shapes.
+
+#ifndef LEAN_TILES_H
+#define LEAN_TILES_H
+
+#include "common.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && \
+    defined(__linux__)
+#define HAS_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether Linux grants the tiles' state to this process, which must ask for it.
+INLINE int has_tiles(void) {
+    static int state;  // 1 granted, -1 refused
+    const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
+    if (state == 0) state = syscall(SYS_arch_prctl, request, tile_data) ? -1 : 1;
+    return state > 0;
+}
+
+// All tiles are 16 rows of 64 bytes, but 0, 1 and 4 have `rows`.
+INLINE void configure_tiles(int64_t rows) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config __attribute__((aligned(64))) = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.row_bytes[i] = 64;
+        config.rows[i] = (uint8_t)(i < 2 || i == 4 ? rows : 16);
+    }
+    __asm__ volatile("" : : "r"(&config) : "memory");  // gcc thinks that only the first bytes are read
+    _tile_loadconfig(&config);
+}
+#endif
+
+#endif
