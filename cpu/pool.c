@@ -27,6 +27,7 @@
 #define TASK_BITS 28
 #define TASK_MASK ((UINT64_C(1) << TASK_BITS) - 1)
 #define SPIN_NS 50000
+#define STACK_BYTES (2 << 20)  // of a worker: some systems give less than a task of attention takes
 #define LOOKS_PER_CLOCK 16  // reading the clock costs about as much as a pause
 
 // What a thread needs of the launch in turn. Two of them, used in turns: one is rewritten only when the word has moved
@@ -194,10 +195,14 @@ EXPORT lean_pool *lean_pool_create(int64_t num_threads) {
     sigset_t all, before;  // signals are the calling program's: none is delivered to a worker
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
     while (pool->num_workers < num_workers) {
-        if (pthread_create(&pool->workers[pool->num_workers], NULL, worker, pool) != 0) break;
+        if (pthread_create(&pool->workers[pool->num_workers], &attributes, worker, pool) != 0) break;
         pool->num_workers++;
     }
+    pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (pool->num_workers == num_workers) return pool;
     lean_pool_destroy(pool);

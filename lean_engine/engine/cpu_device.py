@@ -46,8 +46,10 @@ def make_cpu_device(config: EngineConfig, progress: bool = False) -> Device:
         return numpy_device(config, str(error))
     from lean_engine.runtime.cpu.native.device import NativeCpuDevice
 
-    kv_cache_dtype = "float32" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return NativeCpuDevice(library, config.threads, precision_of(config), kv_cache_dtype)
+    precision = precision_of(config)
+    as_computed = "bfloat16" if precision.products == "bfloat16" else "float32"
+    kv_cache_dtype = as_computed if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return NativeCpuDevice(library, config.threads, precision, kv_cache_dtype)
 
 
 def row_kernels(device: Device) -> RowKernels | None:

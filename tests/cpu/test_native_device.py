@@ -241,6 +241,24 @@ def test_auto_takes_the_compiled_kernels() -> None:
     device.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "float32"),
+        ({"dtype": "float16"}, "float32"),
+        ({"quantization": "int8"}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16", "quantization": "int8"}, "bfloat16"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, "float32"),
+    ],
+)
+def test_keys_and_values_are_kept_as_they_are_computed(options: dict[str, str], expected: str) -> None:
+    library_path()
+    device = make_cpu_device(EngineConfig(threads=1, **options))  # type: ignore[arg-type]
+    assert device.kv_cache_dtype == expected
+    device.close()
+
+
 def test_half_the_bytes_per_key_are_twice_the_blocks() -> None:
     library_path()
     sizes = {}
