@@ -2,6 +2,7 @@
 
     python bench/peers/compare.py --peers transformers,lean-engine --rounds 3 --result-dir bench/results
     python bench/peers/compare.py --report bench/results/peers.jsonl [--max-other 0.3]
+    python bench/peers/compare.py --check [--peers …]
     python bench/peers/compare.py --sizes
 
 Peers and their paths stand in peers.json beside this file (see peers.example.json); the first one of --peers is what
@@ -15,15 +16,17 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from turns import Peer, read_peers, run
+from turns import Peer, read_peers, run, stopping
 
 from lean_engine.bench.environment import append_result
 from lean_engine.bench.results import read_results
+from lean_engine.bench.serving.tokenizers import load_tokenizer
 
 HERE = Path(__file__).parent
 RATIO_OF = {"W1": "output_tok_s", "W2": "output_tok_s", "W3": "total_tok_s", "W4": "total_tok_s", "W5": "total_tok_s"}
@@ -98,6 +101,34 @@ def print_sizes(peers: Mapping[str, Mapping[str, Any]]) -> None:
             print(f"| {root.name} | {sum(f.stat().st_size for f in files) / 2**20:,.0f} | {count} |")
 
 
+def check(names: Sequence[str], entries: Mapping[str, Mapping[str, Any]], args: argparse.Namespace) -> None:
+    """Start each peer alone and print how much of its greedy answer is that of the first one, which gives token ids."""
+    decode = load_tokenizer(entries[names[0]]["model"], True).decode
+    expected: list[int] = []
+    print(f"| peer | the same as {names[0]} says |\n|---|---|", flush=True)
+    for name in names:
+        with open_log() as log, stopping([peer := Peer(name, entries[name], args.threads, log)]):
+            answer = peer.start(args.timeout)
+            answer = answer if "error" in answer else peer.ask("check", 0, args.timeout)
+        said = answer.get("said", [])
+        expected = expected or said
+        is_text = isinstance(said, str)
+        num_same = num_equal(said, decode(expected) if is_text else expected)
+        unit = "characters" if is_text else "tokens"
+        print(f"| {name} | {answer.get('error') or f'{num_same} of {len(said)} {unit}'} |", flush=True)
+
+
+def num_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Elements before the first that differs."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def open_log() -> IO[str]:
+    """What peers print goes there."""
+    return (Path(tempfile.gettempdir()) / "peers.log").open("a")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=HERE / "peers.json")
@@ -112,6 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-other", type=float, default=1.0, help="leave out samples with more of it used by others")
     parser.add_argument("--result-dir", help="append all samples as one line of peers.jsonl")
     parser.add_argument("--report", type=Path, help="print the last run of this file again")
+    parser.add_argument("--check", action="store_true", help="compare greedy answers instead of measuring")
     parser.add_argument("--sizes", action="store_true", help="print the sizes of the installations")
     return parser.parse_args()
 
@@ -132,6 +164,9 @@ def main() -> None:
     for name in names:
         if name not in entries:
             sys.exit(f"unknown peer {name}; known: {', '.join(entries)}")
+    if args.check:
+        check(names, entries, args)
+        return
     samples: list[dict[str, Any]] = []
 
     def note(sample: dict[str, Any]) -> None:
@@ -140,7 +175,7 @@ def main() -> None:
         shown = {k: round(v, 2) if isinstance(v, float) else v for k in keys if (v := sample.get(k)) is not None}
         print(f"[{time.strftime('%H:%M:%S')}] {sample['peer']:20} {json.dumps(shown)}", file=sys.stderr, flush=True)
 
-    with (Path(args.result_dir or ".") / "peers.log").open("a") as log:
+    with open_log() as log:
         peers = [Peer(name, entries[name], args.threads, log) for name in names]
         run(
             peers,

@@ -1,8 +1,9 @@
 """What every driver of a peer shares: the command line, timing, memory, and the lines it speaks. Standard library only.
 
 A driver is a process of its own, run by the peer's Python. It loads the engine, prints one JSON line with "event":
-"ready", and then answers each line `WORKLOAD VARIANT` on its standard input with one JSON line of figures. To add a
-peer: subclass Driver in drivers/, call `main` with it, and give it an entry in peers.json.
+"ready", and then answers each line `WORKLOAD VARIANT` on its standard input with one JSON line of figures, and the line
+`check 0` with what it says after CHECK_PROMPT: a peer that computes something else is no peer. To add one: subclass
+Driver in drivers/, call `main` with it, and give it an entry in peers.json.
 
 Rules, the same for all: prompts are token ids and no special token is added; greedy; end-of-text is ignored, so that
 every request gives exactly max_tokens tokens; all requests of a workload are submitted at once and at most
@@ -26,6 +27,10 @@ from workloads import Request, make_workload
 
 THREAD_VARIABLES = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "NUMBA")
 FIRST_PROMPT = list(range(200, 216))
+# "The alphabet: A, B, C, D, E, F," for the demo model, whose next 32 tokens are never a close call: the best one leads
+# by at least 0.16 in log-probability
+CHECK_PROMPT = [504, 12567, 42, 330, 28, 389, 28, 340, 28, 422, 28, 414, 28, 426, 28]
+NUM_CHECKED = 32
 
 
 class Answer(NamedTuple):
@@ -34,6 +39,7 @@ class Answer(NamedTuple):
     first: float
     last: float
     num_tokens: int
+    said: Sequence[int] | str  # its token ids, or its text where the engine gives no ids
 
 
 class Driver:
@@ -64,22 +70,28 @@ class Stamps:
 
     def __init__(self) -> None:
         self.first = self.last = 0.0
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
 
-    def add(self, count: int, moment: float) -> None:
-        """`count` more tokens are there."""
-        if count:
+    def add(self, token_ids: Sequence[int], moment: float) -> None:
+        """These tokens more are there; maybe none."""
+        if token_ids:
             self.first = self.first or moment
             self.last = moment
-            self.num_tokens += count
+            self.token_ids += token_ids
 
     def answer(self) -> Answer:
-        return Answer(self.first, self.last, self.num_tokens)
+        return Answer(self.first, self.last, len(self.token_ids), self.token_ids)
 
 
-def of_batch(times: Sequence[float], requests: Sequence[Request]) -> list[Answer]:
-    """Answers of a static batch whose steps ended at these times; tokens after a request's own length do not count."""
-    return [Answer(times[0], times[r.max_tokens - 1], r.max_tokens) for r in requests]
+def of_batch(times: Sequence[float], requests: Sequence[Request], said: Sequence[Sequence[int]]) -> list[Answer]:
+    """Answers of a static batch whose steps ended at these times; tokens after a request's own length do not count.
+
+    said: the new tokens of each row, as many as there were steps.
+    """
+    return [
+        Answer(times[0], times[r.max_tokens - 1], r.max_tokens, ids[: r.max_tokens])
+        for r, ids in zip(requests, said, strict=True)
+    ]
 
 
 def batches(requests: Sequence[Request], size: int) -> Iterable[Sequence[Request]]:
@@ -187,6 +199,13 @@ def measure(driver: Driver, name: str, variant: int) -> dict[str, Any]:
     }
 
 
+def check(driver: Driver) -> dict[str, Any]:
+    """What it says after CHECK_PROMPT, beside a longer prompt, so that a static batch is padded."""
+    requests = [Request(prompt, NUM_CHECKED) for prompt in (FIRST_PROMPT + CHECK_PROMPT, CHECK_PROMPT)]
+    said = driver.run(requests, len(requests))[1].said
+    return {"said": said if isinstance(said, str) else [int(token) for token in said]}
+
+
 # -- the process
 
 
@@ -234,7 +253,7 @@ def serve(driver: Driver, args: argparse.Namespace, out: TextIO, born: float) ->
     for line in sys.stdin:
         name, variant = line.split()
         try:
-            say(out, measure(driver, name, int(variant)))
+            say(out, check(driver) if name == "check" else measure(driver, name, int(variant)))
         except Exception as error:  # one workload may fail, the others go on
             traceback.print_exc()
             say(out, {"workload": name, "error": f"{type(error).__name__}: {error}"[:300]})

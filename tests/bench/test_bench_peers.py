@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import directory
 
+MODEL = directory("qwen3")
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
 DRIVER = """
 import sys, time
@@ -19,6 +21,7 @@ from driver import Answer, Driver, main
 class Made(Driver):
     def load(self, args):
         self.delay = float(args.opt["delay"])
+        self.said = args.opt.get("text") or [int(token) for token in args.opt.get("ids", "7").split()]
         self.versions = {{"threads": args.threads}}
         print("chatter that is no protocol")
 
@@ -26,7 +29,7 @@ class Made(Driver):
         now = time.perf_counter()
         if len(requests) == 16:
             raise ValueError("no batches")
-        return [Answer(now + self.delay, now + 2 * self.delay, r.max_tokens) for r in requests]
+        return [Answer(now + self.delay, now + 2 * self.delay, r.max_tokens, self.said) for r in requests]
 
 main(Made())
 """
@@ -40,10 +43,10 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def entry(tmp_path: Path, delay: float) -> dict[str, Any]:
+def entry(tmp_path: Path, delay: float, **opt: str) -> dict[str, Any]:
     path = tmp_path / "made.py"
     path.write_text(DRIVER.format(peers=str(PEERS)))
-    return {"driver": str(path), "python": sys.executable, "model": "m", "opt": {"delay": str(delay)}}
+    return {"driver": str(path), "python": sys.executable, "model": str(MODEL), "opt": {"delay": str(delay), **opt}}
 
 
 def test_workloads_have_their_lengths_and_each_variant_its_own_ids() -> None:
@@ -106,6 +109,31 @@ def test_a_peer_that_cannot_start_says_so(tmp_path: Path) -> None:
         peer = Peer("a", wrong, 1, log)
         assert "could not convert string to float" in peer.start(timeout=60)["error"]
         peer.stop()
+
+
+def test_a_check_says_how_much_of_an_answer_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import argparse
+
+    from compare import check
+
+    from lean_engine.text.tokenizer import Tokenizer
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = Tokenizer.from_directory(MODEL).decode([40, 41, 42])
+    peers = {
+        "a": entry(tmp_path, 0.0, ids="40 41 42"),
+        "same text": entry(tmp_path, 0.0, text=text),
+        "other": entry(tmp_path, 0.0, ids="40 41 43"),
+        "gone": entry(tmp_path, 0.0) | {"opt": {"delay": "soon"}},
+    }
+    check(list(peers), peers, argparse.Namespace(threads=1, timeout=60.0))
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows[0] == "| a | 3 of 3 tokens |"
+    assert rows[1] == f"| same text | {len(text)} of {len(text)} characters |"
+    assert rows[2] == "| other | 2 of 3 tokens |"
+    assert rows[3].startswith("| gone | ValueError: could not convert string")
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -40,7 +40,7 @@ class CTranslate2(Driver):
             times[result.batch_id].append(time.perf_counter())
             return False  # go on
 
-        self.generator.generate_batch(
+        results = self.generator.generate_batch(
             prompts,
             max_batch_size=0,
             beam_size=1,
@@ -51,7 +51,10 @@ class CTranslate2(Driver):
             include_prompt_in_result=False,
             callback=note,
         )
-        return [Answer(t[0], t[r.max_tokens - 1], r.max_tokens) for t, r in zip(times, batch, strict=True)]
+        return [
+            Answer(t[0], t[r.max_tokens - 1], r.max_tokens, result.sequences_ids[0][: r.max_tokens])
+            for t, r, result in zip(times, batch, results, strict=True)
+        ]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class LeanEngine(Driver):
             self.engine.step()
             now = time.perf_counter()
             for group, stamp in zip(groups, stamps, strict=True):
-                stamp.add(len(group.answers[0].token_ids) - stamp.num_tokens, now)
+                stamp.add(group.answers[0].token_ids[len(stamp.token_ids) :], now)
         return [stamp.answer() for stamp in stamps]
 
 

@@ -1,4 +1,6 @@
-"""ONNX Runtime GenAI: static batches, padded on the left. --model is a directory of its model builder."""
+"""ONNX Runtime GenAI: static batches, padded on the right, which is all that its attention understands. --model is a
+directory of its model builder.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class OnnxRuntime(Driver):
 
     def one_batch(self, batch: Sequence[Request]) -> list[Answer]:
         width, steps = max(len(r.prompt) for r in batch), max(r.max_tokens for r in batch)
-        rows = [[PADDING_ID] * (width - len(r.prompt)) + r.prompt for r in batch]
+        rows = [r.prompt + [PADDING_ID] * (width - len(r.prompt)) for r in batch]
         length = width + steps
         params = self.genai.GeneratorParams(self.model)
         params.set_search_options(batch_size=len(batch), max_length=length, min_length=length, do_sample=False)
@@ -47,7 +49,8 @@ class OnnxRuntime(Driver):
             generator.generate_next_token()
             generator.get_next_tokens()
             times.append(time.perf_counter())
-        return of_batch(times, batch)
+        said = [generator.get_sequence(i)[width:] for i in range(len(batch))]
+        return of_batch(times, batch, said)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class OpenAiServer(Driver):
             if not record.is_completed:
                 raise RuntimeError(f"request {record.index}: {record.error}")
         return [
-            Answer(started + r.delta_times[0], started + (r.ended_at or 0.0), r.num_output_tokens)
+            Answer(started + r.delta_times[0], started + (r.ended_at or 0.0), r.num_output_tokens, r.text)
             for r in result.records
         ]
 

@@ -50,7 +50,7 @@ class OpenVino(Driver):
             for handle, stamp in zip(handles, stamps, strict=True):
                 while handle.can_read():
                     for output in handle.read().values():
-                        stamp.add(len(output.generated_ids), now)
+                        stamp.add(output.generated_ids, now)
         return [stamp.answer() for stamp in stamps]
 
 

@@ -47,13 +47,13 @@ class Transformers(Driver):
         ids = self.torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in batch])
         mask = self.torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in batch])
         with self.torch.inference_mode():
-            self.model.generate(
+            rows = self.model.generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=max(r.max_tokens for r in batch),
                 stopping_criteria=[note],
             )
-        return of_batch(times, batch)
+        return of_batch(times, batch, rows[:, width:].tolist())
 
 
 if __name__ == "__main__":

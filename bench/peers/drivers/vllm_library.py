@@ -46,7 +46,7 @@ class Vllm(Driver):
             now = time.perf_counter()
             for output in outputs:
                 stamp = stamps[output.request_id]
-                stamp.add(len(output.outputs[0].token_ids) - stamp.num_tokens, now)
+                stamp.add(output.outputs[0].token_ids[len(stamp.token_ids) :], now)
         return [stamp.answer() for stamp in stamps.values()]
 
 
