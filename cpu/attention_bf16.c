@@ -18,6 +18,7 @@
 
 #define GROUP_ROWS 32
 #define FEW 16             // rows
+#define TILES_OF_ROWS 0x13 // 0 and 1: sums; 4: rows
 #define UNIT 32            // elements of a sum that a tile holds
 #define UNIT_ELEMENTS 512  // of 16 rows or columns
 #define NUM_UNITS (STRETCH / UNIT)
@@ -331,7 +332,7 @@ EXPORT void paged_attention_bf16(const void *args, int64_t task) {
         s.offsets[r] = offset_of(&j.t, r);
         s.masses[r] = (mass){-INFINITY, 0};
     }
-    configure_tiles(smaller(item->num_rows, 16));
+    configure_tiles(item->num_rows, TILES_OF_ROWS);
     load_queries(&j);
     for (int64_t stretch = item->stretch; stretch < item->stretch + item->num_stretches; stretch++) {
         const int64_t base = stretch * STRETCH;

@@ -5,12 +5,7 @@
 // A tile, and a unit of a bfloat16 panel is the B tile for it. Weights in other formats are rounded to such units, two
 // panels at a time, for all rows of the task. Sums run over k in order, whatever the number of rows.
 
-#include "gemm.h"
-
-#define BLOCK_ROWS 16
-#define MAX_BLOCKS 16     // that share rounded weights
-#define CHUNK_UNITS 24    // of weights that are rounded at a time: 2 x 24 KiB
-#define TILE_BYTES 1024   // of a unit of one block or panel
+#include "gemm_blocks.h"
 
 typedef struct {
     const float *x;  // [num_rows, depth]
@@ -19,13 +14,7 @@ typedef struct {
 } round_rows_args;
 ARGS_SIZE(round_rows)
 
-#if defined(HAS_AVX512) && defined(__AVX512BF16__)
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#if defined(HAS_BF16)
 
 INLINE __m512i round_32(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
@@ -86,18 +75,6 @@ static void round_panel(const matrix *w, int64_t index, int64_t first, int64_t c
     }
 }
 
-// What a product of up to two blocks of rows with two panels reads and writes. Sums of row r of block b and panel p are
-// at sums + b * block_step + r * row_step + p * panel_step.
-typedef struct {
-    const bf16 *x[2], *w[2];
-    float *sums;
-    int64_t block_step, row_step, panel_step;
-    int64_t units, ahead;  // weights `ahead` bytes on are asked for; 0 = none
-    int num_blocks, rows, is_first;
-} product;
-
-#define SUMS 256  // of a block and panel
-
 // R rows of a block at once, two panels.
 INLINE void pair_rows(int R, const product *t, int block, int row) {
     __m512 sums[8][2], zero = _mm512_setzero_ps();
@@ -106,7 +83,8 @@ INLINE void pair_rows(int R, const product *t, int block, int row) {
     for (int r = 0; r < R; r++)
         for (int p = 0; p < 2; p++)
             sums[r][p] = t->is_first ? zero : _mm512_loadu_ps(place + p * t->panel_step + r * t->row_step);
-    const bf16 *x = t->x[block] + row * UNIT, *w0 = t->w[0], *w1 = t->w[1];
+    const bf16 *x = (const bf16 *)t->x[block] + row * UNIT;
+    const bf16 *w0 = (const bf16 *)t->w[0], *w1 = (const bf16 *)t->w[1];
     for (int64_t u = 0; u < t->units; u++, x += BLOCK_ROWS * UNIT) {
 #pragma GCC unroll 1
         for (int i = 0; i < UNIT; i += 2, w0 += 2 * PANEL, w1 += 2 * PANEL) {
@@ -138,143 +116,32 @@ static void multiply_pairs(const product *t) {
     }
 }
 
-#if defined(HAS_AMX)
-
-// Tiles 0..3 hold sums, 4 and 5 rows, 6 and 7 panels.
-static void configure_tiles(int rows) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config __attribute__((aligned(64))) = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        config.row_bytes[i] = 64;
-        config.rows[i] = (uint8_t)(i < 6 ? rows : 16);
-    }
-    __asm__ volatile("" : : "r"(&config) : "memory");  // gcc thinks that only the first bytes are read
-    _tile_loadconfig(&config);
-}
-
-INLINE void prefetch_units(const product *t, int64_t u) {
-    for (int64_t line = 0; line < TILE_BYTES; line += 64) {
-        __builtin_prefetch((const char *)t->w[0] + u * TILE_BYTES + line + t->ahead);
-        __builtin_prefetch((const char *)t->w[1] + u * TILE_BYTES + line + t->ahead);
-    }
-}
-
-INLINE void multiply_tiles_of(const product *t, int two) {
-    float *s0 = t->sums, *s1 = s0 + t->panel_step, *s2 = s0 + t->block_step, *s3 = s2 + t->panel_step;
-    const int64_t step = t->row_step * (int64_t)sizeof(float);
-    if (t->is_first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (two) _tile_zero(2);
-        if (two) _tile_zero(3);
-    } else {
-        _tile_loadd(0, s0, step);
-        _tile_loadd(1, s1, step);
-        if (two) _tile_loadd(2, s2, step);
-        if (two) _tile_loadd(3, s3, step);
-    }
-    for (int64_t u = 0; u < t->units; u++) {
-        if (t->ahead) prefetch_units(t, u);
-        _tile_loadd(6, (const char *)t->w[0] + u * TILE_BYTES, 64);
-        _tile_loadd(4, (const char *)t->x[0] + u * TILE_BYTES, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, (const char *)t->w[1] + u * TILE_BYTES, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        if (two) {
-            _tile_loadd(5, (const char *)t->x[1] + u * TILE_BYTES, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, s0, step);
-    _tile_stored(1, s1, step);
-    if (two) _tile_stored(2, s2, step);
-    if (two) _tile_stored(3, s3, step);
-}
-
-static void multiply_tiles(const product *t) {
-    if (t->num_blocks == 2) multiply_tiles_of(t, 1);
-    else multiply_tiles_of(t, 0);
-}
-
-// Linux grants the tiles' state to a process that asks for it. 1 granted, -1 refused.
-static int amx_state;
-
-static int has_amx(void) {
-    const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
-    if (amx_state == 0) amx_state = syscall(SYS_arch_prctl, request, tile_data) ? -1 : 1;
-    return amx_state > 0;
-}
-
+#if defined(HAS_TILES)
+static void multiply_rounded(const product *t) { multiply_tiles(1, 1, t, NULL); }
 #endif
 
-// Two panels times all blocks of a task. Sums that need nothing more go to their place at once, whole blocks of them.
-static void multiply_two(const matrix *w, int64_t index, int64_t count, const bf16 *x, const rows_out *out,
-        int64_t rows, void (*run)(const product *)) {
-    bf16 rounded[2][CHUNK_UNITS * UNIT * PANEL] __attribute__((aligned(64)));
-    float sums[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64)));
-    const int64_t units = num_units(w->depth), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const int64_t chunk = w->format == BFLOAT16 ? units : CHUNK_UNITS;
-    const int64_t second = count > 1;  // a single panel stands for both
-    const int is_plain = second && (index + 2) * PANEL <= w->num_outputs && !out->bias && !w->scales;
-    const int64_t direct = is_plain && units <= chunk ? rows / (2 * BLOCK_ROWS) * 2 : 0;  // blocks
-    for (int64_t u = 0; u < units; u += chunk) {
-        product t = {.units = units - u < chunk ? units - u : chunk, .is_first = u == 0};
-        for (int64_t p = 0; p < 2; p++) {
-            t.w[p] = (const bf16 *)(w->panels + (index + p * second) * w->panel_bytes) + u * UNIT * PANEL;
-            if (w->format == BFLOAT16) continue;
-            if (p <= second) round_panel(w, index + p, u, t.units, rounded[p]);
-            t.w[p] = rounded[p * second];
-        }
-        for (int64_t b = 0; b < blocks; b += 2) {
-            const int64_t left = rows - b * BLOCK_ROWS;
-            t.num_blocks = left <= BLOCK_ROWS ? 1 : 2;
-            t.rows = left >= 2 * BLOCK_ROWS ? BLOCK_ROWS : (int)(left - (t.num_blocks - 1) * BLOCK_ROWS);
-            for (int i = 0; i < t.num_blocks; i++) t.x[i] = x + ((b + i) * units + u) * BLOCK_ROWS * UNIT;
-            t.sums = sums + b * 2 * SUMS;
-            t.block_step = 2 * SUMS, t.row_step = PANEL, t.panel_step = SUMS;
-            if (b < direct) {
-                t.sums = out->base + b * BLOCK_ROWS * out->stride + index * PANEL;
-                t.block_step = BLOCK_ROWS * out->stride, t.row_step = out->stride, t.panel_step = PANEL;
-            }
-            t.ahead = w->format == BFLOAT16 && b == 0 ? 2 * TILE_BYTES : 0;
-            run(&t);
-        }
-    }
-    for (int64_t r = direct * BLOCK_ROWS; r < rows; r++)
-        for (int64_t p = 0; p < count; p++)
-            finish(w, index + p, sums + (r / BLOCK_ROWS * 2 + p) * SUMS + r % BLOCK_ROWS * PANEL, out, r);
-}
-
 int has_bf16(void) {
-#if defined(HAS_AMX)
-    if (has_amx()) return 2;
+#if defined(HAS_TILES)
+    if (has_tiles()) return 2;
 #endif
     return 1;
 }
 
 void multiply_bf16(const matrix *w, int64_t first_panel, int64_t count, const bf16 *x, int64_t rows,
         const rows_out *out) {
-    void (*run)(const product *) = multiply_pairs;
-    const int64_t block_bytes = num_units(w->depth) * TILE_BYTES;
-#if defined(HAS_AMX)
-    if (has_amx()) {
-        run = multiply_tiles;
-        configure_tiles(rows < BLOCK_ROWS ? (int)rows : BLOCK_ROWS);
+    const int64_t units = num_units(w->depth);
+    operands o = {.x_row = UNIT * sizeof(bf16), .x_unit = TILE_BYTES, .x_block = units * TILE_BYTES,
+                  .w_unit = TILE_BYTES, .chunk = units, .run = multiply_pairs};
+    if (w->format != BFLOAT16) o.prepare = round_panel, o.chunk = PREPARED_BYTES / TILE_BYTES;
+#if defined(HAS_TILES)
+    if (has_tiles()) {
+        o.run = multiply_rounded;
+        configure_tiles(rows, TILES_OF_ROWS);
     }
 #endif
-    for (int64_t r = 0; r < rows; r += MAX_BLOCKS * BLOCK_ROWS) {
-        const int64_t some = rows - r < MAX_BLOCKS * BLOCK_ROWS ? rows - r : MAX_BLOCKS * BLOCK_ROWS;
-        const rows_out place = {out->base + r * out->stride, out->stride, out->bias};
-        const bf16 *start = (const bf16 *)((const char *)x + r / BLOCK_ROWS * block_bytes);
-        for (int64_t p = 0; p < count; p += 2)
-            multiply_two(w, first_panel + p, count - p < 2 ? 1 : 2, start, &place, some, run);
-    }
-#if defined(HAS_AMX)
-    if (run == multiply_tiles) _tile_release();
+    multiply_blocks(&o, w, first_panel, count, x, rows, out);
+#if defined(HAS_TILES)
+    if (o.run == multiply_rounded) _tile_release();
 #endif
 }
 

@@ -119,9 +119,10 @@ EXPORT void moe_group(const void *args, int64_t task) {
 // ---- products of each expert
 
 typedef struct {
-    const part *parts;  // [E, num_parts]
-    const float *x;     // rows x_stride apart
-    float *out;         // [T * A, out_stride], by place
+    const part *parts;       // [E, num_parts]
+    const float *x;          // rows x_stride apart, which is their depth
+    const char *parts_of_x;  // in mode PARTS: what split_rows has made of them, by place
+    float *out;              // [T * A, out_stride], by place
     const int32_t *experts, *starts;
     const int32_t *rows;  // place → row of x; NULL: x is by place too
     const int64_t *num_active;
@@ -136,6 +137,7 @@ EXPORT int64_t count_moe_product(const void *args) {
 
 EXPORT void moe_product(const void *args, int64_t task) {
     const moe_product_args *a = args;
+    const int64_t row_bytes = parts_row_bytes(a->x_stride);
     int64_t index = task / a->tasks_per_expert, first = task % a->tasks_per_expert * a->panels_per_task;
     const part *p = a->parts + a->experts[index] * a->num_parts;
     int64_t place = a->starts[index], left = a->panels_per_task;
@@ -146,7 +148,10 @@ EXPORT void moe_product(const void *args, int64_t task) {
         int64_t panels = num_panels(p->w.num_outputs), count = min_of(panels - first, left);
         if (count > 0) {
             rows_out out = {a->out + place * a->out_stride + p->first, a->out_stride, NULL};
-            multiply(&p->w, first, count, &x, &out, a->mode);
+            if (a->mode == PARTS && !is_quantised((int)p->w.format))
+                multiply_parts(&p->w, first, count, a->parts_of_x + place * row_bytes, x.count, &out);
+            else
+                multiply(&p->w, first, count, &x, &out, a->mode);
             left -= count;
         }
         first = count > 0 ? 0 : first - panels;

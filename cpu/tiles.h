@@ -19,8 +19,10 @@ INLINE int has_tiles(void) {
     return state > 0;
 }
 
-// All tiles are 16 rows of 64 bytes, but 0, 1 and 4 have `rows`.
-INLINE void configure_tiles(int64_t rows) {
+#define MAX_TILE_ROWS 16
+
+// Tiles are 16 rows of 64 bytes, but those whose bits are set in `shorter` have `rows` where that is less.
+INLINE void configure_tiles(int64_t rows, int shorter) {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t row_bytes[16];
@@ -28,7 +30,7 @@ INLINE void configure_tiles(int64_t rows) {
     } config __attribute__((aligned(64))) = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         config.row_bytes[i] = 64;
-        config.rows[i] = (uint8_t)(i < 2 || i == 4 ? rows : 16);
+        config.rows[i] = (uint8_t)(shorter >> i & 1 && rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS);
     }
     __asm__ volatile("" : : "r"(&config) : "memory");  // gcc thinks that only the first bytes are read
     _tile_loadconfig(&config);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from lean_engine.runtime.cpu.native.launches import NativeLaunch, Precision, Sco
 from lean_engine.runtime.cpu.native.library import Library, Native, build_library
 from lean_engine.runtime.cpu.native.matrices import (
     BLOCKS,
+    FLOATS,
     FORMATS,
     EmbeddingArgs,
     Matrix,
@@ -77,7 +79,12 @@ def guarded(num_elements: int, offset: int = 3) -> Float32:
 
 
 def product(
-    x: Float32, matrix: Matrix, bias: Float32 | None = None, machine: str = "native", num_threads: int = 2
+    x: Float32,
+    matrix: Matrix,
+    bias: Float32 | None = None,
+    machine: str = "native",
+    num_threads: int = 2,
+    processor: gemm.Modes | None = None,
 ) -> Float32:
     """x·Wᵀ + bias by the compiled kernels; what lies behind output and workspace must stay."""
     rows, outputs = len(x), matrix.shape[0]
@@ -86,7 +93,7 @@ def product(
     workspace = aligned((size + GUARD,), np.uint8)
     workspace[...] = 0xFF  # NaN, as whatever type it is read
     launches = gemm.launches(
-        *(modes(machine), num_threads, matrix, address(x), x.shape),
+        *(processor or modes(machine), num_threads, matrix, address(x), x.shape),
         *(address(bias), address(out), address(workspace)),
     )
     native(machine, num_threads).run(launches)
@@ -128,6 +135,81 @@ def test_a_row_is_the_same_whatever_shares_its_step_or_the_work(machine: str, fo
     for rows in (1, 3, 4, 5, 17, 64, 65):
         np.testing.assert_array_equal(product(x[:rows], matrix, bias, machine), whole[:rows])
     np.testing.assert_array_equal(product(x, matrix, bias, machine, num_threads=1), whole)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_a_row_is_the_same_in_a_step_of_any_size(format: str) -> None:
+    """Depths of several chains of sums; panels that make whole groups and pairs, and some that do not."""
+    for shape in [(16, 800), (100, 1601), (192, 96)]:
+        matrix = random_matrix(format, shape, "native")
+        x = random_rows(600, matrix)
+        whole = product(x, matrix)
+        for rows in (*range(1, 71), 257):
+            np.testing.assert_array_equal(product(x[-rows:], matrix), whole[-rows:])
+        for threads in (1, 7):
+            np.testing.assert_array_equal(product(x, matrix, num_threads=threads), whole)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_products_in_parts_are_as_accurate_as_multiply_adds(format: str) -> None:
+    """With terms of one sign too, whose sums are largest; and with numbers of very different sizes."""
+    if not modes().has_tiles:
+        pytest.skip("needs AMX")
+    no_tiles = replace(modes(), has_tiles=False)
+    random = np.random.default_rng(4)
+    for depth in (64, 577, 4096):
+        signed = random.normal(size=(60, depth)).astype(np.float32)
+        for weights in (signed, np.abs(signed), signed * np.exp2(random.integers(-12, 4, signed.shape))):
+            matrix = matrix_of(weights.astype(np.float32), native(), Precision(format))
+            x = random_rows(40, matrix) if weights is signed else np.abs(random_rows(40, matrix))
+            x *= np.exp2(random.integers(-30, 30, x.shape)).astype(np.float32) if weights is not signed else 1
+            exact = x.astype(np.float64) @ matrix.read(native()).astype(np.float64).T
+            size = np.abs(x).astype(np.float64) @ np.abs(matrix.read(native())).astype(np.float64).T
+            errors = [(product(x, matrix, processor=p) - exact) / size for p in (modes(), no_tiles)]
+            parts, multiply_adds = (float(np.sqrt((e**2).mean())) for e in errors)
+            assert parts < max(1.5 * multiply_adds, 3e-8), depth
+            assert deviation(product(x, matrix), x, matrix.read(native())) < 1e-6
+
+
+@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("rows", [2, 20])
+def test_nan_and_inf_among_the_weights_reach_their_output_and_no_other(format: str, rows: int) -> None:
+    weights = np.random.default_rng(5).normal(size=(40, 70)).astype(np.float32)
+    weights[3, 69], weights[20, 1] = np.nan, np.inf
+    if format == "float32":
+        weights[:, 5].view(np.uint32)[30] = 0x7F800001  # a NaN whose upper half is infinity
+    matrix = matrix_of(weights, native(), Precision(format))
+    out = product(random_rows(rows, matrix), matrix)
+    affected = [3, 20, 30] if format == "float32" else [3, 20]
+    assert np.isnan(out[:, np.setdiff1d(affected, [20])]).all()
+    assert not np.isfinite(out[:, 20]).any()
+    assert np.isfinite(np.delete(out, affected, axis=1)).all()
+
+
+@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("rows", [2, 20])
+def test_the_largest_numbers_stay_finite(format: str, rows: int) -> None:
+    """Rounded to bfloat16 they would be infinite."""
+    largest = np.finfo(np.float32).max
+    weights = np.zeros((20, 64), np.float32)
+    weights[:, 7], weights[:, 8] = 0.5, -0.25
+    x = np.zeros((rows, 64), np.float32)
+    x[:, 7], x[:, 8], x[1, 7] = largest, largest, -largest
+    out = product(x, matrix_of(weights, native(), Precision(format)))
+    np.testing.assert_allclose(out[0], largest / 4, rtol=1e-6)
+    np.testing.assert_allclose(out[1], largest * -0.75, rtol=1e-6)
+    if format == "float32":
+        weights[:, 7:9] = [[largest, -largest]]
+        x[:, 7], x[:, 8], x[1, 7] = 0.5, 0.25, -0.5
+        np.testing.assert_allclose(product(x, matrix_of(weights, native()))[:2, 0], out[:2, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_small_numbers_keep_their_precision(format: str) -> None:
+    """Their last part is still a normal number."""
+    matrix = random_matrix(format, (20, 100), "native")
+    x = random_rows(20, matrix) * np.float32(2.0**-100)
+    assert deviation(product(x, matrix) * np.float32(2.0**100), x * np.float32(2.0**100), matrix.read(native())) < 1e-6
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -213,6 +295,14 @@ def test_a_processor_without_the_instructions_computes_exactly() -> None:
         assert modes("sse2").choose(matrix, 20) == gemm.EXACT
 
 
+def test_exact_products_have_one_mode_for_all_numbers_of_rows() -> None:
+    for format in FORMATS:
+        matrix = random_matrix(format, (20, 64), "native")
+        wanted = gemm.PARTS if format in FLOATS and modes().has_tiles else gemm.EXACT
+        assert {modes().choose(matrix, rows) for rows in range(1, 100)} == {wanted}
+        assert {replace(modes(), has_tiles=False).choose(matrix, rows) for rows in range(1, 100)} == {gemm.EXACT}
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_embedding_gathers_scaled_rows(machine: str, format: str) -> None:
@@ -235,17 +325,18 @@ def test_embedding_finds_the_part_of_each_row() -> None:
     np.testing.assert_array_equal(out, np.concatenate([store.tensor("a"), store.tensor("b")])[ids])
 
 
-def test_capture_makes_one_launch_of_an_exact_product() -> None:
+def test_capture_makes_one_launch_of_an_exact_product_and_one_to_split_x_for_tiles() -> None:
     matrix = random_matrix("float32", (48, 64), "native")
     x, bias, out = random_rows(6, matrix), np.ones(48, np.float32), np.empty((6, 48), np.float32)
     scope = Scope(native().library, 2, {})
-    launches = gemm.gemm(scope, LaunchArgs("gemm", [x, matrix, bias], [out], {}, np.empty(0, np.uint8)))
-    assert [launch.kernel for launch in launches] == ["gemm"]
+    workspace = aligned((gemm.workspace_bytes([x.shape, matrix.shape], {}, 2),), np.uint8)
+    launches = gemm.gemm(scope, LaunchArgs("gemm", [x, matrix, bias], [out], {}, workspace))
+    assert [launch.kernel for launch in launches] == ["split_rows", "gemm"][not modes().has_tiles :]
     native().run(launches)
     assert deviation(out, x, matrix.read(native()), bias) < 1e-6
 
 
-@pytest.mark.parametrize("mode", [gemm.EXACT, gemm.BF16, gemm.INTEGER])
+@pytest.mark.parametrize("mode", [gemm.EXACT, gemm.BF16, gemm.INTEGER, gemm.PARTS])
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
 def test_tasks_are_equal_blocks_of_rows_and_groups_of_panels(mode: int, num_threads: int) -> None:
     for rows in (1, 5, 64, 65, 129, 512):

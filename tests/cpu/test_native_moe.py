@@ -123,3 +123,21 @@ def test_a_row_gets_the_same_bits_whatever_its_batch_and_the_threads(weights: st
         assert np.array_equal(alone.outputs[0][0], results[-1][0])
         device.close()
     assert np.array_equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_an_expert_computes_what_a_dense_layer_does(weights: str) -> None:
+    device = cpu_device("native", 2, precision=Precision(weights))
+    for rows in (1, 5, 40):
+        run = experts_run(device, rows, np.zeros((rows, 1), np.int64), 64, 48, 1)
+        run.inputs[1][...] = 1
+        run.replay()
+        x, _, _, gate_up, down = run.inputs
+        out = x
+        act = {"activation": "silu"}
+        for kind, more, attrs in (("linear", [gate_up[0]], {}), ("act_and_mul", [], act), ("linear", [down[0]], {})):
+            layer = KernelRun(device, kind, [out, *more], attrs)
+            layer.replay()
+            out = layer.outputs[0]
+        assert np.array_equal(run.outputs[0], out)
+    device.close()

@@ -14,19 +14,19 @@ from lean_engine.runtime.device import LaunchArgs
 
 Int = ctypes.c_int64
 
-EXACT, BF16, INTEGER = range(3)  # of cpu/gemm.h
+EXACT, BF16, INTEGER, PARTS = range(4)  # of cpu/gemm.h
 UNIT = 32  # elements of a row that are rounded or scaled together
 BLOCK = 16  # rows of a tile
 X_UNIT_BYTES = 48  # struct x_unit of cpu/gemm_int8.c
 MAX_INT8_ROWS = 8  # more are faster in tiles
 MAX_EXACT_ROWS = 4  # fewer of quantised weights are faster exactly than with weights rounded
-BLOCK_ROWS = (64, 256, 64)  # rows at most that share expanded weights, by mode
-MAX_SHORT_BYTES = 1 << 20  # of x in bfloat16: it stays in the second-level cache while weights pass
+BLOCK_ROWS = (64, 256, 64, 256)  # rows at most that share expanded weights, by mode
+MAX_SHORT_BYTES = 1 << 20  # of x in bfloat16 or its parts: it stays in the second-level cache while weights pass
 GROUP = 4  # panels that are multiplied together
 TASKS_PER_THREAD = 8  # where a task is then worth
 MIN_TASK_US, MAX_TASK_US = 8.0, 100.0
 BYTES_PER_US = 20e3  # what one core reads
-FLOPS_PER_US = (1e5, 8e5, 2e5)  # and computes, by mode
+FLOPS_PER_US = (1e5, 8e5, 2e5, 3e5)  # and computes, by mode
 EMBEDDING_ELEMENTS = 1 << 14  # of a task
 SHORT_ELEMENTS = 1 << 14
 
@@ -50,8 +50,15 @@ class QuantiseRowsArgs(ctypes.Structure):
     )
 
 
+class SplitRowsArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "index", "out")),
+        *((name, Int) for name in ("num_rows", "depth", "stride", "rows_per_task")),
+    )
+
+
 ARGUMENTS: tuple[type[ctypes.Structure], ...] = (
-    *(GemmPart, PackArgs, EmbeddingArgs, GemmArgs, RoundRowsArgs, QuantiseRowsArgs),
+    *(GemmPart, PackArgs, EmbeddingArgs, GemmArgs, RoundRowsArgs, QuantiseRowsArgs, SplitRowsArgs),
 )
 
 
@@ -75,12 +82,16 @@ class Modes:
         are fastest in tiles.
         """
         if weight.products == "float32" or (weight.products == "int8" and not weight.is_quantised):
-            return EXACT
+            return self.exact(weight)
         if weight.products == "int8" and self.has_int8 and not (self.has_tiles and rows > MAX_INT8_ROWS):
             return INTEGER
-        if not self.has_bf16:
-            return EXACT
-        return BF16 if weight.format == "bfloat16" or rows > MAX_EXACT_ROWS else EXACT
+        if self.has_bf16 and (weight.format == "bfloat16" or rows > MAX_EXACT_ROWS):
+            return BF16
+        return self.exact(weight)
+
+    def exact(self, weight: Matrix) -> int:
+        """The mode of exact products: one for all numbers of rows, so that a row's bits do not depend on it."""
+        return PARTS if self.has_tiles and weight.has_floats else EXACT
 
 
 def gemm(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
@@ -105,7 +116,7 @@ def launches(
     row_block, panels = cut(mode, rows, depth, weight.num_panels, weight.nbytes, num_threads)
     tasks = -(-rows // row_block) * sum(-(-part.panels.shape[1] // panels) for part in weight.parts)
     units = -(-depth // UNIT)
-    short_stride = BLOCK * units * (X_UNIT_BYTES if mode == INTEGER else 2 * UNIT)
+    row_bytes = {BF16: 2 * UNIT * units, INTEGER: X_UNIT_BYTES * units, PARTS: parts_row_bytes(depth)}.get(mode, 0)
     fields = GemmArgs(
         *(
             weight.c_address,
@@ -116,7 +127,7 @@ def launches(
             len(weight.parts),
             rows,
             depth,
-            short_stride,
+            BLOCK * row_bytes,
             weight.shape[0],
             mode,
         ),
@@ -129,7 +140,25 @@ def launches(
         per_task = max(1, SHORT_ELEMENTS // depth)
         fields_of_x = QuantiseRowsArgs(x, workspace, rows, depth, depth, per_task)
         return [NativeLaunch("quantise_rows", fields_of_x, -(-rows // per_task)), product]
+    if mode == PARTS:
+        return [split_rows(x, 0, workspace, rows, depth), product]
     return [product]
+
+
+def split_rows(x: int, index: int, out: int, rows: int, depth: int) -> NativeLaunch:
+    """Rows of x as sums of bfloat16 numbers, by addresses; index int32 [rows] says which, 0 = all in order."""
+    per_task = max(1, SHORT_ELEMENTS // depth)
+    return NativeLaunch("split_rows", SplitRowsArgs(x, index, out, rows, depth, depth, per_task), -(-rows // per_task))
+
+
+def parts_row_bytes(depth: int) -> int:
+    """As cpu/gemm.h has it: three bfloat16 numbers for each, in an odd number of cache lines."""
+    return (3 * -(-depth // UNIT) | 1) * 2 * UNIT
+
+
+def parts_bytes(rows: int, depth: int) -> int:
+    """Of `rows` rows in parts, and of what is read behind them."""
+    return -(-rows // BLOCK) * BLOCK * parts_row_bytes(depth)
 
 
 def cut(mode: int, rows: int, depth: int, num_panels: int, num_bytes: int, num_threads: int) -> tuple[int, int]:
@@ -137,6 +166,8 @@ def cut(mode: int, rows: int, depth: int, num_panels: int, num_bytes: int, num_t
     max_rows = BLOCK_ROWS[mode]
     if mode == BF16:
         max_rows = min(max_rows, max(4 * BLOCK, MAX_SHORT_BYTES // (2 * depth) // BLOCK * BLOCK))
+    if mode == PARTS:
+        max_rows = min(max_rows, max(4 * BLOCK, MAX_SHORT_BYTES // parts_row_bytes(depth) // (2 * BLOCK) * 2 * BLOCK))
     num_blocks = -(-rows // max_rows)
     row_block = -(-rows // num_blocks)
     if mode != EXACT and num_blocks > 1:
@@ -160,9 +191,9 @@ def embedding(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
 
 
 def workspace_bytes(shapes: Sequence[Shape], scalars: Mapping[str, Any], num_threads: int) -> int:
-    """x as the products in fewer bits read it, in whole blocks and units; bfloat16 takes more than int8."""
+    """x as a product's mode reads it, in whole blocks and units; parts take the most."""
     (rows, depth), *_ = shapes
-    return 2 * (-(-rows // BLOCK) * BLOCK) * (-(-depth // UNIT) * UNIT)
+    return parts_bytes(rows, depth)
 
 
 KERNELS = {"gemm": NativeKernel(gemm, workspace_bytes), "embedding": NativeKernel(embedding)}

@@ -107,7 +107,8 @@ class Matrix:
         self.c_parts = (GemmPart * len(fields))(*fields)
         self.c_address = ctypes.addressof(self.c_parts)
         self.num_panels = sum(part.panels.shape[1] for part in self.parts)  # of one expert
-        self.is_quantised = any(part.format in FORMATS[3:] for part in self.parts)
+        self.is_quantised = any(part.format not in FLOATS for part in self.parts)
+        self.has_floats = any(part.format in FLOATS for part in self.parts)
 
     @property
     def format(self) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lean_engine.passes.plan_memory import align
-from lean_engine.runtime.cpu.native.gemm import BF16, EXACT, cut
+from lean_engine.runtime.cpu.native.gemm import BF16, BLOCK, PARTS, Modes, cut, parts_bytes, split_rows
 from lean_engine.runtime.cpu.native.launches import NativeKernel, NativeLaunch, Pointer, Scope, Shape, address
 from lean_engine.runtime.cpu.native.matrices import Matrix
 from lean_engine.runtime.cpu.native.rows import ActAndMulArgs, share
@@ -32,7 +33,7 @@ class MoeGroupArgs(ctypes.Structure):
 
 class MoeProductArgs(ctypes.Structure):
     _fields_ = (
-        *((name, Pointer) for name in ("parts", "x", "out", "experts", "starts", "rows", "num_active")),
+        *((name, Pointer) for name in ("parts", "x", "parts_of_x", "out", "experts", "starts", "rows", "num_active")),
         *((name, Int) for name in ("num_parts", "x_stride", "out_stride", "mode", "panels_per_task")),
         ("tasks_per_expert", Int),
     )
@@ -74,6 +75,8 @@ class Areas:
         self.places = self._take(choices)
         self.merged = self._take(choices * max(merged, hidden))  # gate and up, and later the results of down
         self.gated = self._take(choices * (merged // 2))
+        # An expert's last rows are read as a whole block.
+        self.parts_of_x = self._take(parts_bytes(choices + BLOCK - 1, max(hidden, merged // 2)) // 4)
 
     def _take(self, count: int) -> int:
         start = self.size
@@ -97,37 +100,54 @@ def moe_experts(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
     )
     choices = num_rows * top_k
     group = MoeGroupArgs(address(ids), experts, starts, rows, places, num_active, choices, gate_up.shape[0], top_k)
-    grouping = (experts, starts, rows, num_active)
     per_task, num_tasks = share(choices, merged // 2)
     gated = ActAndMulArgs(base + areas.merged, base + areas.gated, choices, merged // 2, per_task)
     rows_per_task, num_sums = share(num_rows, hidden * top_k)
     gather = MoeGatherArgs(
         base + areas.merged, address(weights), places, address(out), num_rows, hidden, top_k, rows_per_task
     )
-    threads = scope.num_threads
+    choice = Choices(choices, experts, starts, num_active, base + areas.parts_of_x)
     return [
         NativeLaunch("moe_group", group, 1),
-        product(threads, gate_up, address(x), base + areas.merged, choices, grouping),
+        *products(scope, gate_up, address(x), rows, base + areas.merged, choice),
         NativeLaunch(f"{args.scalars['activation']}_and_mul", gated, num_tasks),
-        product(threads, down, base + areas.gated, base + areas.merged, choices, (experts, starts, 0, num_active)),
+        *products(scope, down, base + areas.gated, 0, base + areas.merged, choice),
         NativeLaunch("moe_gather", gather, num_sums),
     ]
 
 
-def product(
-    num_threads: int, stack: Matrix, x: int, out: int, choices: int, grouping: tuple[int, int, int, int]
-) -> NativeLaunch:
-    """Each active expert's rows of x times its matrix of a stack [E, O, C]; out [choices, O] by place."""
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How many, and addresses: what moe_group writes, and room for x in parts."""
+
+    count: int
+    experts: int
+    starts: int
+    num_active: int
+    parts_of_x: int
+
+
+def products(scope: Scope, stack: Matrix, x: int, rows: int, out: int, choices: Choices) -> list[NativeLaunch]:
+    """Each active expert's rows of x times its matrix of a stack [E, O, C]; out [choices, O] by place.
+
+    Args:
+        rows: address of the row of x for each place; 0 = x is by place.
+    """
     num_experts, outputs, depth = stack.shape
-    active = min(num_experts, choices)
-    mode = BF16 if stack.products == "bfloat16" else EXACT
+    active = min(num_experts, choices.count)
+    modes = scope.constant("gemm modes", lambda: Modes.of(scope.library))
+    mode = BF16 if stack.products == "bfloat16" else modes.exact(stack)
     expert_bytes = stack.nbytes // num_experts
-    _, panels = cut(mode, -(-choices // active), depth, stack.num_panels, expert_bytes, num_threads * active)
+    rows_each = -(-choices.count // active)
+    _, panels = cut(mode, rows_each, depth, stack.num_panels, expert_bytes, scope.num_threads * active)
     fields = MoeProductArgs(
-        *(stack.c_address, x, out, *grouping),
+        *(stack.c_address, x, choices.parts_of_x, out, choices.experts, choices.starts, rows, choices.num_active),
         *(len(stack.parts), depth, outputs, mode, panels, -(-stack.num_panels // panels)),
     )
-    return NativeLaunch("moe_product", fields, 0, "count_moe_product", (stack,))
+    product = NativeLaunch("moe_product", fields, 0, "count_moe_product", (stack,))
+    if mode == PARTS:
+        return [split_rows(x, rows, choices.parts_of_x, choices.count, depth), product]
+    return [product]
 
 
 KERNELS = {

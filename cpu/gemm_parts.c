@@ -1,0 +1,236 @@
+// Exact products on AMX tiles: float32 numbers as sums of bfloat16 ones, which tiles multiply exactly and add in
+// float32.
+//
+// x = high + middle + low, each rounded to the nearest bfloat16, holds float32's 24 bits. So do three parts of a
+// FLOAT32 weight, cut off and not rounded (a part is then an upper half); FLOAT16 takes two, BFLOAT16 is one. Of the
+// products of parts only those are left out that are below 2^-22 of the whole, and below 2^-25 as a rule: middle of x
+// times low of the weight, and smaller ones. x is split once, by a launch of its own (split_rows), row after row, so
+// that any 16 neighbours can be loaded as a tile; weights are split for all rows of a task, or read in place.
+//
+// A sum is made of chains of 24 units of BFLOAT16, 12 of FLOAT16 or 8 of FLOAT32, added in order: the same for any
+// number of rows, by either of the two ways below.
+
+#include "gemm_blocks.h"
+
+#define PARTS_OF_X 3
+#define CHUNK_UNITS(W) (PREPARED_BYTES / TILE_BYTES / (W))  // that are summed in one chain
+#define AHEAD 2048  // bytes of weights that are asked for before they are needed
+
+typedef struct {
+    const float *x;        // [num_rows, depth], rows `stride` apart
+    const int32_t *index;  // [num_rows]: which of x's rows; NULL: in order
+    char *out;             // [num_rows, parts_row_bytes]: units of [3][32] bf16, zeros where x has nothing
+    int64_t num_rows, depth, stride, rows_per_task;
+} split_rows_args;
+ARGS_SIZE(split_rows)
+
+#if defined(HAS_TILES)
+
+int has_parts(void) { return has_tiles(); }
+
+// What bfloat16 can hold: a larger number's rest goes to the next part, and infinity to the last.
+INLINE __m512 clamp(__m512 x) {
+    const __m512 largest = _mm512_set1_ps(0x1.fep127f), least = _mm512_set1_ps(-0x1.fep127f);
+    return _mm512_min_ps(largest, _mm512_max_ps(least, x));  // x is NaN: these are too
+}
+
+INLINE void split_unit(__m512 low, __m512 high, bf16 *out) {
+    for (int i = 0; i < PARTS_OF_X; i++, out += UNIT) {
+        const int is_last = i == PARTS_OF_X - 1;
+        const __m512i part = (__m512i)_mm512_cvtne2ps_pbh(is_last ? high : clamp(high), is_last ? low : clamp(low));
+        _mm512_storeu_si512(out, part);
+        low -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(part)), 16);
+        high -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(part, 1)), 16);
+    }
+}
+
+EXPORT void split_rows(const void *args, int64_t task) {
+    const split_rows_args *a = args;
+    const int64_t row_bytes = parts_row_bytes(a->depth), end = (task + 1) * a->rows_per_task;
+    for (int64_t r = task * a->rows_per_task; r < end && r < a->num_rows; r++) {
+        const float *x = a->x + (a->index ? a->index[r] : r) * a->stride;
+        bf16 *out = (bf16 *)(a->out + r * row_bytes);
+        for (int64_t left = a->depth; left > 0; left -= UNIT, x += UNIT, out += PARTS_OF_X * UNIT) {
+            const __mmask16 low = left >= 16 ? 0xffff : (1 << left) - 1;
+            const __mmask16 high = left >= 32 ? 0xffff : left > 16 ? (1 << (left - 16)) - 1 : 0;
+            split_unit(_mm512_maskz_loadu_ps(low, x), _mm512_maskz_loadu_ps(high, x + 16), out);
+        }
+    }
+}
+
+// The upper halves of 32-bit elements side by side, even's below.
+INLINE __m512i upper_halves(vecf even, vecf odd) {
+    const __m512i bytes = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+    return _mm512_mask_shuffle_epi8((__m512i)odd, 0x3333333333333333, (__m512i)even, bytes);
+}
+
+INLINE vecf without_upper_half(vecf x) { return x - (vecf)((vu)x & 0xffff0000); }
+
+// A unit of a panel as W planes of pairs, the form of a bfloat16 panel.
+INLINE void split_weights(int format, int W, const char *unit, bf16 *out) {
+#pragma GCC unroll 4
+    for (int k = 0; k < UNIT; k += 2, out += 2 * PANEL) {
+        const char *pair = unit + k * weight_bytes(format) / UNIT;
+        vecf even, odd;
+        if (format == FLOAT32) {
+            even = vload((const float *)pair);
+            odd = vload((const float *)pair + PANEL);
+        } else {
+            even = load_f16((const f16 *)pair);
+            odd = load_f16((const f16 *)pair + PANEL);
+        }
+#pragma GCC unroll 3
+        for (int i = 0; i < W; i++) {
+            _mm512_store_si512(out + i * UNIT * PANEL, upper_halves(even, odd));
+            even = without_upper_half(even), odd = without_upper_half(odd);
+        }
+    }
+}
+
+// ---- up to 16 rows
+
+#define GROUP 4  // panels at once
+
+// Asks for quarter q of the next unit of each of GROUP panels: read evenly they come faster than one after the other.
+INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q) {
+    for (int64_t line = q * bytes / GROUP; line < (q + 1) * bytes / GROUP; line += 64)
+        for (int i = 0; i < GROUP; i++) __builtin_prefetch(units + i * panel_bytes + line);
+}
+
+// Tiles 0 to 3 hold sums of a panel each, 4 to 6 parts of x, 7 a part of weights.
+#define TILES_OF_ROWS_OF_FEW 0x7f
+
+// Panel q of a group: what the tiles will read of its next unit, and its products.
+#define PREPARE(q) \
+    if (q < count) { \
+        weights[q] = unit + q * w->panel_bytes; \
+        ask_for(unit + ahead, w->panel_bytes, bytes, q); \
+        if (W > 1) { \
+            split_weights(format, W, weights[q], planes[q]); \
+            weights[q] = (const char *)planes[q]; \
+        } \
+    }
+
+#define MULTIPLY(q) \
+    if (q < count) { \
+        _tile_loadd(7, weights[q], 64); \
+        _tile_dpbf16ps(q, 4, 7); \
+        _tile_dpbf16ps(q, 5, 7); \
+        _tile_dpbf16ps(q, 6, 7); \
+        if (W > 1) { \
+            _tile_loadd(7, weights[q] + TILE_BYTES, 64); \
+            _tile_dpbf16ps(q, 4, 7); \
+            _tile_dpbf16ps(q, 5, 7); \
+        } \
+        if (W > 2) { \
+            _tile_loadd(7, weights[q] + 2 * TILE_BYTES, 64); \
+            _tile_dpbf16ps(q, 4, 7); \
+        } \
+    }
+
+// Adds what tile q has summed, or begins with it.
+#define ADD_SUMS(q) \
+    if (q < count) { \
+        _tile_stored(q, first ? own : sums[q], PANEL * sizeof(float)); \
+        for (int64_t i = 0; first && i < rows * PANEL; i += PANEL) \
+            vstore(sums[q] + i, vload(sums[q] + i) + vload(own + i)); \
+    }
+
+// `count` panels of a group. The order of each sum is that of multiply_tiles. While a panel is prepared the tiles are
+// at the one before: they could not load at once what has just been stored.
+INLINE void few(int format, int W, const matrix *w, int64_t index, int64_t count, const char *x, int64_t rows,
+        const rows_out *out) {
+    bf16 planes[GROUP][3 * UNIT * PANEL] __attribute__((aligned(64)));
+    float sums[GROUP][SUMS] __attribute__((aligned(64))), own[SUMS] __attribute__((aligned(64)));
+    const int64_t row_bytes = parts_row_bytes(w->depth), units = num_units(w->depth), bytes = weight_bytes(format);
+    const char *unit = (const char *)w->panels + index * w->panel_bytes, *weights[GROUP];
+    for (int64_t first = 0; first < units; first += CHUNK_UNITS(W)) {
+        const int64_t end = units - first < CHUNK_UNITS(W) ? units : first + CHUNK_UNITS(W);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
+            const int is_near = (u + 1) * bytes + AHEAD <= units * bytes;  // else it is in the next group
+            const int64_t ahead = AHEAD + (is_near ? 0 : (GROUP - 1) * w->panel_bytes);
+            PREPARE(0)
+            if (u > first) { MULTIPLY(3) }  // of the unit before
+            _tile_loadd(4, x, row_bytes);
+            _tile_loadd(5, x + 64, row_bytes);
+            _tile_loadd(6, x + 128, row_bytes);
+            PREPARE(1)
+            MULTIPLY(0)
+            PREPARE(2)
+            MULTIPLY(1)
+            PREPARE(3)
+            MULTIPLY(2)
+        }
+        MULTIPLY(3)
+        ADD_SUMS(0)
+        ADD_SUMS(1)
+        ADD_SUMS(2)
+        ADD_SUMS(3)
+    }
+    for (int64_t q = 0; q < count; q++)
+        for (int64_t r = 0; r < rows; r++) finish(w, index + q, sums[q] + r * PANEL, out, r);
+}
+
+static void multiply_few_rows(const matrix *w, int64_t first_panel, int64_t count, const char *x, int64_t rows,
+        const rows_out *out) {
+    for (int64_t p = 0; p < count; p += GROUP) {
+        const int64_t index = first_panel + p, some = count - p < GROUP ? count - p : GROUP;
+        if (w->format == FLOAT32) few(FLOAT32, 3, w, index, some, x, rows, out);
+        else if (w->format == FLOAT16) few(FLOAT16, 2, w, index, some, x, rows, out);
+        else few(BFLOAT16, 1, w, index, some, x, rows, out);
+    }
+}
+
+// ---- more rows
+
+INLINE void split_unit_of(int format, int W, const product *t, int panel, int64_t u) {
+    const char *unit = t->stored[panel] + u * weight_bytes(format);
+    for (int64_t line = 0; line < weight_bytes(format); line += 64) __builtin_prefetch(unit + AHEAD + line);
+    split_weights(format, W, unit, (bf16 *)(t->w[panel] + u * t->w_unit));
+}
+
+static inline void split_float32(const product *t, int panel, int64_t u) { split_unit_of(FLOAT32, 3, t, panel, u); }
+static inline void split_float16(const product *t, int panel, int64_t u) { split_unit_of(FLOAT16, 2, t, panel, u); }
+
+static void multiply_float32(const product *t) { multiply_tiles(PARTS_OF_X, 3, t, split_float32); }
+static void multiply_float16(const product *t) { multiply_tiles(PARTS_OF_X, 2, t, split_float16); }
+static void multiply_bfloat16(const product *t) { multiply_tiles(PARTS_OF_X, 1, t, NULL); }
+
+void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
+        const rows_out *out) {
+    const unsigned control = _mm_getcsr();
+    _mm_setcsr(control | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);  // to split denormal weights would take long
+    if (rows <= BLOCK_ROWS) {
+        configure_tiles(rows, TILES_OF_ROWS_OF_FEW);
+        multiply_few_rows(w, first_panel, count, x, rows, out);
+    } else {
+        const int64_t row_bytes = parts_row_bytes(w->depth);
+        operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
+                      .splits = w->format != BFLOAT16, .run = multiply_bfloat16};
+        if (w->format == FLOAT32) o.run = multiply_float32;
+        if (w->format == FLOAT16) o.run = multiply_float16;
+        const int W = w->format == FLOAT32 ? 3 : w->format == FLOAT16 ? 2 : 1;
+        o.w_unit = W * TILE_BYTES, o.chunk = CHUNK_UNITS(W);
+        configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
+        multiply_blocks(&o, w, first_panel, count, x, rows, out);
+    }
+    _tile_release();
+    _mm_setcsr(control);
+}
+
+#else
+
+int has_parts(void) { return 0; }
+
+EXPORT void split_rows(const void *args, int64_t task) { (void)args, (void)task; }
+
+void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
+        const rows_out *out) {
+    (void)w, (void)first_panel, (void)count, (void)x, (void)rows, (void)out;
+}
+
+#endif
