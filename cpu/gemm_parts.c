@@ -8,7 +8,7 @@
 // that any 16 neighbours can be loaded as a tile; weights are split for all rows of a task, or read in place.
 //
 // A sum is made of chains of 24 units of BFLOAT16, 12 of FLOAT16 or 8 of FLOAT32, added in order: the same for any
-// number of rows, by either of the two ways below.
+// number of rows, by any of the three ways below.
 
 #include "gemm_blocks.h"
 
@@ -177,11 +177,105 @@ INLINE void few(int format, int W, const matrix *w, int64_t index, int64_t count
 
 static void multiply_few_rows(const matrix *w, int64_t first_panel, int64_t count, const char *x, int64_t rows,
         const rows_out *out) {
+    configure_tiles(rows, TILES_OF_ROWS_OF_FEW);
     for (int64_t p = 0; p < count; p += GROUP) {
         const int64_t index = first_panel + p, some = count - p < GROUP ? count - p : GROUP;
         if (w->format == FLOAT32) few(FLOAT32, 3, w, index, some, x, rows, out);
         else if (w->format == FLOAT16) few(FLOAT16, 2, w, index, some, x, rows, out);
         else few(BFLOAT16, 1, w, index, some, x, rows, out);
+    }
+}
+
+// ---- one row
+
+#define MAX_PRODUCTS 6
+
+INLINE void load_pair(int format, const char *pair, vecf *even, vecf *odd) {
+    if (format == BFLOAT16) {
+        const vu both = *(const vu *)pair;
+        *even = (vecf)(both << 16);
+        *odd = (vecf)(both & 0xffff0000);
+    } else if (format == FLOAT32) {
+        *even = vload((const float *)pair);
+        *odd = vload((const float *)pair + PANEL);
+    } else {
+        *even = load_f16((const f16 *)pair);
+        *odd = load_f16((const f16 *)pair + PANEL);
+    }
+}
+
+// To sums [P] what the tiles' products of a unit of P panels and a row add, in their order: each is the sum over even k
+// and that over odd k, by fused multiply-adds from zero. Asks for the same place `ahead` bytes on.
+INLINE void add_unit(int format, int W, int P, const char *unit, int64_t panel_bytes, int64_t ahead,
+        const float (*x)[UNIT], vecf *sums) {
+    vecf even[4][MAX_PRODUCTS] = {0}, odd[4][MAX_PRODUCTS] = {0};
+    const int64_t bytes = weight_bytes(format) / (UNIT / 2);
+#pragma GCC unroll 1
+    for (int k = 0; k < UNIT; k += 2, unit += bytes) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            vecf low, high;
+            load_pair(format, unit + p * panel_bytes, &low, &high);
+            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(unit + p * panel_bytes + ahead + line);
+            int n = 0;
+#pragma GCC unroll 3
+            for (int j = 0; j < W; j++) {
+                const vecf low_part = W == 1 ? low : (vecf)((vu)low & 0xffff0000);
+                const vecf high_part = W == 1 ? high : (vecf)((vu)high & 0xffff0000);
+#pragma GCC unroll 3
+                for (int i = 0; i < PARTS_OF_X - j; i++, n++) {
+                    even[p][n] = _mm512_fmadd_ps(low_part, _mm512_set1_ps(x[i][k]), even[p][n]);
+                    odd[p][n] = _mm512_fmadd_ps(high_part, _mm512_set1_ps(x[i][k + 1]), odd[p][n]);
+                }
+                low -= low_part, high -= high_part;
+            }
+        }
+    }
+    const int num = W == 1 ? 3 : W == 2 ? 5 : 6;
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 6
+        for (int n = 0; n < num; n++) sums[p] += even[p][n] + odd[p][n];
+}
+
+// `count` panels of P by multiply-adds, which keep up with memory: a tile takes as long for one row as for 16. The bits
+// are the tiles'.
+INLINE void single(int format, int W, int P, const matrix *w, int64_t index, int64_t count, const char *x,
+        const rows_out *out) {
+    const int64_t units = num_units(w->depth), bytes = weight_bytes(format);
+    const char *unit = (const char *)w->panels + index * w->panel_bytes;
+    vecf totals[4] = {0};
+    for (int64_t first = 0; first < units; first += CHUNK_UNITS(W)) {
+        vecf sums[4] = {0};
+        const int64_t end = units - first < CHUNK_UNITS(W) ? units : first + CHUNK_UNITS(W);
+        for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
+            float parts[PARTS_OF_X][UNIT] __attribute__((aligned(64)));
+            for (int i = 0; i < 2 * PARTS_OF_X; i++) {
+                const __m256i half = _mm256_loadu_si256((const __m256i *)x + i);
+                vstore(parts[0] + 16 * i, (vecf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+            }
+            const int is_near = (u + 1) * bytes + AHEAD <= units * bytes;  // else it is in the next group
+            const int64_t ahead = AHEAD + (is_near ? 0 : (P - 1) * w->panel_bytes);
+            const float(*rows)[UNIT] = (const float(*)[UNIT])parts;
+            if (count == P) {
+                add_unit(format, W, P, unit, w->panel_bytes, ahead, rows, sums);
+            } else {
+                for (int64_t p = 0; p < count; p++)
+                    add_unit(format, W, 1, unit + p * w->panel_bytes, 0, ahead, rows, sums + p);
+            }
+        }
+        for (int p = 0; p < P; p++) totals[p] = first ? totals[p] + sums[p] : sums[p];
+    }
+    for (int64_t p = 0; p < count; p++) finish(w, index + p, (const float *)&totals[p], out, 0);
+}
+
+static void multiply_single_row(const matrix *w, int64_t first_panel, int64_t count, const char *x, const rows_out *out) {
+    const int64_t group = w->format == BFLOAT16 ? 4 : 2;
+    for (int64_t p = 0; p < count; p += group) {
+        const int64_t index = first_panel + p, some = count - p < group ? count - p : group;
+        if (w->format == FLOAT32) single(FLOAT32, 3, 2, w, index, some, x, out);
+        else if (w->format == FLOAT16) single(FLOAT16, 2, 2, w, index, some, x, out);
+        else single(BFLOAT16, 1, 4, w, index, some, x, out);
     }
 }
 
@@ -204,9 +298,11 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
         const rows_out *out) {
     const unsigned control = _mm_getcsr();
     _mm_setcsr(control | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);  // to split denormal weights would take long
-    if (rows <= BLOCK_ROWS) {
-        configure_tiles(rows, TILES_OF_ROWS_OF_FEW);
+    if (rows == 1) {
+        multiply_single_row(w, first_panel, count, x, out);
+    } else if (rows <= BLOCK_ROWS) {
         multiply_few_rows(w, first_panel, count, x, rows, out);
+        _tile_release();
     } else {
         const int64_t row_bytes = parts_row_bytes(w->depth);
         operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
@@ -217,8 +313,8 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
         o.w_unit = W * TILE_BYTES, o.chunk = CHUNK_UNITS(W);
         configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
         multiply_blocks(&o, w, first_panel, count, x, rows, out);
+        _tile_release();
     }
-    _tile_release();
     _mm_setcsr(control);
 }
 
