@@ -60,7 +60,7 @@ EXPORT void gemm(const void *args, int64_t task) {
         multiply_bf16(&part->w, first, panels, (const bf16 *)short_x, rows, &out);
     } else if (a->mode == INTEGER && is_quantised((int)part->w.format)) {
         multiply_int8(&part->w, first, panels, short_x, rows, &out);
-    } else if (a->mode == PARTS && !is_quantised((int)part->w.format)) {
+    } else if (a->mode == PARTS && is_short((int)part->w.format)) {
         multiply_parts(&part->w, first, panels, short_x, rows, &out);
     } else {
         const rows_in x = {a->x + row * a->x_stride, a->x_stride, NULL, rows};

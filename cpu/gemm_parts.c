@@ -1,14 +1,14 @@
-// Exact products on AMX tiles: float32 numbers as sums of bfloat16 ones, which tiles multiply exactly and add in
-// float32.
+// Exact products with weights of 16 bits on AMX tiles: float32 numbers as sums of bfloat16 ones, which tiles multiply
+// exactly and add in float32.
 //
-// x = high + middle + low, each rounded to the nearest bfloat16, holds float32's 24 bits. So do three parts of a
-// FLOAT32 weight, cut off and not rounded (a part is then an upper half); FLOAT16 takes two, BFLOAT16 is one. Of the
-// products of parts only those are left out that are below 2^-22 of the whole, and below 2^-25 as a rule: middle of x
-// times low of the weight, and smaller ones. x is split once, by a launch of its own (split_rows), row after row, so
-// that any 16 neighbours can be loaded as a tile; weights are split for all rows of a task, or read in place.
+// x = high + middle + low, each rounded to the nearest bfloat16, holds float32's 24 bits. A FLOAT16 weight takes two
+// parts, cut off and not rounded (a part is then an upper half); BFLOAT16 is one. Of the products of parts only low
+// times low is left out, which is below 2^-22 of the whole, and below 2^-25 as a rule. x is split once, by a launch of
+// its own (split_rows), row after row, so that any 16 neighbours can be loaded as a tile; weights are split for all rows
+// of a task, or read in place. FLOAT32 weights would take three parts and six products, which few rows do not repay.
 //
-// A sum is made of chains of 24 units of BFLOAT16, 12 of FLOAT16 or 8 of FLOAT32, added in order: the same for any
-// number of rows, by any of the three ways below.
+// A sum is made of chains of 24 units of BFLOAT16 or 12 of FLOAT16, added in order: the same for any number of rows, by
+// any of the three ways below.
 
 #include "gemm_blocks.h"
 
@@ -66,21 +66,14 @@ INLINE __m512i upper_halves(vecf even, vecf odd) {
 
 INLINE vecf without_upper_half(vecf x) { return x - (vecf)((vu)x & 0xffff0000); }
 
-// A unit of a panel as W planes of pairs, the form of a bfloat16 panel.
-INLINE void split_weights(int format, int W, const char *unit, bf16 *out) {
+// A FLOAT16 unit of a panel as two planes of pairs, the form of a bfloat16 panel.
+INLINE void split_weights(const char *unit, bf16 *out) {
 #pragma GCC unroll 4
     for (int k = 0; k < UNIT; k += 2, out += 2 * PANEL) {
-        const char *pair = unit + k * weight_bytes(format) / UNIT;
-        vecf even, odd;
-        if (format == FLOAT32) {
-            even = vload((const float *)pair);
-            odd = vload((const float *)pair + PANEL);
-        } else {
-            even = load_f16((const f16 *)pair);
-            odd = load_f16((const f16 *)pair + PANEL);
-        }
-#pragma GCC unroll 3
-        for (int i = 0; i < W; i++) {
+        const f16 *pair = (const f16 *)unit + k * PANEL;
+        vecf even = load_f16(pair), odd = load_f16(pair + PANEL);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
             _mm512_store_si512(out + i * UNIT * PANEL, upper_halves(even, odd));
             even = without_upper_half(even), odd = without_upper_half(odd);
         }
@@ -106,7 +99,7 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
         weights[q] = unit + q * w->panel_bytes; \
         ask_for(unit + ahead, w->panel_bytes, bytes, q); \
         if (W > 1) { \
-            split_weights(format, W, weights[q], planes[q]); \
+            split_weights(weights[q], planes[q]); \
             weights[q] = (const char *)planes[q]; \
         } \
     }
@@ -122,10 +115,6 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
             _tile_dpbf16ps(q, 4, 7); \
             _tile_dpbf16ps(q, 5, 7); \
         } \
-        if (W > 2) { \
-            _tile_loadd(7, weights[q] + 2 * TILE_BYTES, 64); \
-            _tile_dpbf16ps(q, 4, 7); \
-        } \
     }
 
 // Adds what tile q has summed, or begins with it.
@@ -140,7 +129,7 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
 // at the one before: they could not load at once what has just been stored.
 INLINE void few(int format, int W, const matrix *w, int64_t index, int64_t count, const char *x, int64_t rows,
         const rows_out *out) {
-    bf16 planes[GROUP][3 * UNIT * PANEL] __attribute__((aligned(64)));
+    bf16 planes[GROUP][2 * UNIT * PANEL] __attribute__((aligned(64)));
     float sums[GROUP][SUMS] __attribute__((aligned(64))), own[SUMS] __attribute__((aligned(64)));
     const int64_t row_bytes = parts_row_bytes(w->depth), units = num_units(w->depth), bytes = weight_bytes(format);
     const char *unit = (const char *)w->panels + index * w->panel_bytes, *weights[GROUP];
@@ -180,24 +169,20 @@ static void multiply_few_rows(const matrix *w, int64_t first_panel, int64_t coun
     configure_tiles(rows, TILES_OF_ROWS_OF_FEW);
     for (int64_t p = 0; p < count; p += GROUP) {
         const int64_t index = first_panel + p, some = count - p < GROUP ? count - p : GROUP;
-        if (w->format == FLOAT32) few(FLOAT32, 3, w, index, some, x, rows, out);
-        else if (w->format == FLOAT16) few(FLOAT16, 2, w, index, some, x, rows, out);
+        if (w->format == FLOAT16) few(FLOAT16, 2, w, index, some, x, rows, out);
         else few(BFLOAT16, 1, w, index, some, x, rows, out);
     }
 }
 
 // ---- one row
 
-#define MAX_PRODUCTS 6
+#define MAX_PRODUCTS 5
 
 INLINE void load_pair(int format, const char *pair, vecf *even, vecf *odd) {
     if (format == BFLOAT16) {
         const vu both = *(const vu *)pair;
         *even = (vecf)(both << 16);
         *odd = (vecf)(both & 0xffff0000);
-    } else if (format == FLOAT32) {
-        *even = vload((const float *)pair);
-        *odd = vload((const float *)pair + PANEL);
     } else {
         *even = load_f16((const f16 *)pair);
         *odd = load_f16((const f16 *)pair + PANEL);
@@ -218,7 +203,7 @@ INLINE void add_unit(int format, int W, int P, const char *unit, int64_t panel_b
             load_pair(format, unit + p * panel_bytes, &low, &high);
             for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(unit + p * panel_bytes + ahead + line);
             int n = 0;
-#pragma GCC unroll 3
+#pragma GCC unroll 2
             for (int j = 0; j < W; j++) {
                 const vecf low_part = W == 1 ? low : (vecf)((vu)low & 0xffff0000);
                 const vecf high_part = W == 1 ? high : (vecf)((vu)high & 0xffff0000);
@@ -231,10 +216,10 @@ INLINE void add_unit(int format, int W, int P, const char *unit, int64_t panel_b
             }
         }
     }
-    const int num = W == 1 ? 3 : W == 2 ? 5 : 6;
+    const int num = W == 1 ? 3 : MAX_PRODUCTS;
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++)
-#pragma GCC unroll 6
+#pragma GCC unroll 5
         for (int n = 0; n < num; n++) sums[p] += even[p][n] + odd[p][n];
 }
 
@@ -273,24 +258,19 @@ static void multiply_single_row(const matrix *w, int64_t first_panel, int64_t co
     const int64_t group = w->format == BFLOAT16 ? 4 : 2;
     for (int64_t p = 0; p < count; p += group) {
         const int64_t index = first_panel + p, some = count - p < group ? count - p : group;
-        if (w->format == FLOAT32) single(FLOAT32, 3, 2, w, index, some, x, out);
-        else if (w->format == FLOAT16) single(FLOAT16, 2, 2, w, index, some, x, out);
+        if (w->format == FLOAT16) single(FLOAT16, 2, 2, w, index, some, x, out);
         else single(BFLOAT16, 1, 4, w, index, some, x, out);
     }
 }
 
 // ---- more rows
 
-INLINE void split_unit_of(int format, int W, const product *t, int panel, int64_t u) {
-    const char *unit = t->stored[panel] + u * weight_bytes(format);
-    for (int64_t line = 0; line < weight_bytes(format); line += 64) __builtin_prefetch(unit + AHEAD + line);
-    split_weights(format, W, unit, (bf16 *)(t->w[panel] + u * t->w_unit));
+static inline void split_float16(const product *t, int panel, int64_t u) {
+    const char *unit = t->stored[panel] + u * weight_bytes(FLOAT16);
+    for (int64_t line = 0; line < weight_bytes(FLOAT16); line += 64) __builtin_prefetch(unit + AHEAD + line);
+    split_weights(unit, (bf16 *)(t->w[panel] + u * t->w_unit));
 }
 
-static inline void split_float32(const product *t, int panel, int64_t u) { split_unit_of(FLOAT32, 3, t, panel, u); }
-static inline void split_float16(const product *t, int panel, int64_t u) { split_unit_of(FLOAT16, 2, t, panel, u); }
-
-static void multiply_float32(const product *t) { multiply_tiles(PARTS_OF_X, 3, t, split_float32); }
 static void multiply_float16(const product *t) { multiply_tiles(PARTS_OF_X, 2, t, split_float16); }
 static void multiply_bfloat16(const product *t) { multiply_tiles(PARTS_OF_X, 1, t, NULL); }
 
@@ -306,10 +286,9 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
     } else {
         const int64_t row_bytes = parts_row_bytes(w->depth);
         operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
-                      .splits = w->format != BFLOAT16, .run = multiply_bfloat16};
-        if (w->format == FLOAT32) o.run = multiply_float32;
-        if (w->format == FLOAT16) o.run = multiply_float16;
-        const int W = w->format == FLOAT32 ? 3 : w->format == FLOAT16 ? 2 : 1;
+                      .splits = w->format == FLOAT16,
+                      .run = w->format == FLOAT16 ? multiply_float16 : multiply_bfloat16};
+        const int W = w->format == FLOAT16 ? 2 : 1;
         o.w_unit = W * TILE_BYTES, o.chunk = CHUNK_UNITS(W);
         configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
         multiply_blocks(&o, w, first_panel, count, x, rows, out);

@@ -172,7 +172,7 @@ def test_products_in_parts_are_as_accurate_as_multiply_adds(format: str) -> None
 
 
 @pytest.mark.parametrize("format", FLOATS)
-@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("rows", [1, 2, 20])
 def test_nan_and_inf_among_the_weights_reach_their_output_and_no_other(format: str, rows: int) -> None:
     weights = np.random.default_rng(5).normal(size=(40, 70)).astype(np.float32)
     weights[3, 69], weights[20, 1] = np.nan, np.inf
@@ -298,7 +298,7 @@ def test_a_processor_without_the_instructions_computes_exactly() -> None:
 def test_exact_products_have_one_mode_for_all_numbers_of_rows() -> None:
     for format in FORMATS:
         matrix = random_matrix(format, (20, 64), "native")
-        wanted = gemm.PARTS if format in FLOATS and modes().has_tiles else gemm.EXACT
+        wanted = gemm.PARTS if format in FLOATS[1:] and modes().has_tiles else gemm.EXACT
         assert {modes().choose(matrix, rows) for rows in range(1, 100)} == {wanted}
         assert {replace(modes(), has_tiles=False).choose(matrix, rows) for rows in range(1, 100)} == {gemm.EXACT}
 
@@ -326,7 +326,7 @@ def test_embedding_finds_the_part_of_each_row() -> None:
 
 
 def test_capture_makes_one_launch_of_an_exact_product_and_one_to_split_x_for_tiles() -> None:
-    matrix = random_matrix("float32", (48, 64), "native")
+    matrix = random_matrix("bfloat16", (48, 64), "native")
     x, bias, out = random_rows(6, matrix), np.ones(48, np.float32), np.empty((6, 48), np.float32)
     scope = Scope(native().library, 2, {})
     workspace = aligned((gemm.workspace_bytes([x.shape, matrix.shape], {}, 2),), np.uint8)

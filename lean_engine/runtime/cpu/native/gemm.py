@@ -91,7 +91,7 @@ class Modes:
 
     def exact(self, weight: Matrix) -> int:
         """The mode of exact products: one for all numbers of rows, so that a row's bits do not depend on it."""
-        return PARTS if self.has_tiles and weight.has_floats else EXACT
+        return PARTS if self.has_tiles and weight.has_short_floats else EXACT
 
 
 def gemm(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:

@@ -108,7 +108,7 @@ class Matrix:
         self.c_address = ctypes.addressof(self.c_parts)
         self.num_panels = sum(part.panels.shape[1] for part in self.parts)  # of one expert
         self.is_quantised = any(part.format not in FLOATS for part in self.parts)
-        self.has_floats = any(part.format in FLOATS for part in self.parts)
+        self.has_short_floats = any(part.format in FLOATS[1:] for part in self.parts)
 
     @property
     def format(self) -> str:
