@@ -126,7 +126,7 @@ INLINE vecl times(vecl x, uint32_t word) {
 // Ten rounds of Philox4x32 for blocks first … first + BLOCKS of a row: the words of 4 * BLOCKS tokens in order
 // (sampling/philox.py has the definition). Upper halves of the lanes hold nothing of meaning in between.
 INLINE void noise_words(uint64_t seed, uint64_t position, uint64_t first, uint32_t *words) {
-    vecl c0 = {0}, c1 = {0}, c2, c3 = {0};
+    vecl c0 = {0}, c1 = {0}, c2 = {0}, c3 = {0};
     for (int i = 0; i < BLOCKS; i++) c2[i] = first + i;
     c0 += position & 0xffffffffu;
     c1 += position >> 32;
