@@ -91,7 +91,8 @@ typedef void split_fn(const product *t, int panel, int64_t unit);
 // part i of x and part j of the weights count where i + j < X. Sums of parts are those of this call alone until they
 // are complete: a long chain would cost precision.
 //
-// Weights that are to be split are, by `split`, a unit ahead of the tiles, which work meanwhile.
+// Weights that are to be split, which have two parts, are so by `split`, a unit ahead of the tiles, which work
+// meanwhile: a panel beside each part.
 INLINE void multiply_tiles_of(int X, int W, int two, const product *t, split_fn *split) {
     _tile_zero(0);
     _tile_zero(1);
@@ -115,7 +116,7 @@ INLINE void multiply_tiles_of(int X, int W, int two, const product *t, split_fn 
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            if (splits && j < 2 && u + 1 < t->units) split(t, j, u + 1);
+            if (splits && u + 1 < t->units) split(t, j, u + 1);
         }
         x0 += t->x_unit, x1 += t->x_unit, w0 += t->w_unit, w1 += t->w_unit;
     }

@@ -13,7 +13,8 @@
 #include "gemm_blocks.h"
 
 #define PARTS_OF_X 3
-#define CHUNK_UNITS(W) (PREPARED_BYTES / TILE_BYTES / (W))  // that are summed in one chain
+#define PARTS_OF(format) ((format) == FLOAT16 ? 2 : 1)
+#define CHUNK_UNITS(format) (PREPARED_BYTES / TILE_BYTES / PARTS_OF(format))  // that are summed in one chain
 #define AHEAD 2048  // bytes of weights that are asked for before they are needed
 
 typedef struct {
@@ -98,7 +99,7 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
     if (q < count) { \
         weights[q] = unit + q * w->panel_bytes; \
         ask_for(unit + ahead, w->panel_bytes, bytes, q); \
-        if (W > 1) { \
+        if (PARTS_OF(format) > 1) { \
             split_weights(weights[q], planes[q]); \
             weights[q] = (const char *)planes[q]; \
         } \
@@ -110,7 +111,7 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
         _tile_dpbf16ps(q, 4, 7); \
         _tile_dpbf16ps(q, 5, 7); \
         _tile_dpbf16ps(q, 6, 7); \
-        if (W > 1) { \
+        if (PARTS_OF(format) > 1) { \
             _tile_loadd(7, weights[q] + TILE_BYTES, 64); \
             _tile_dpbf16ps(q, 4, 7); \
             _tile_dpbf16ps(q, 5, 7); \
@@ -127,14 +128,14 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
 
 // `count` panels of a group. The order of each sum is that of multiply_tiles. While a panel is prepared the tiles are
 // at the one before: they could not load at once what has just been stored.
-INLINE void few(int format, int W, const matrix *w, int64_t index, int64_t count, const char *x, int64_t rows,
+INLINE void few(int format, const matrix *w, int64_t index, int64_t count, const char *x, int64_t rows,
         const rows_out *out) {
     bf16 planes[GROUP][2 * UNIT * PANEL] __attribute__((aligned(64)));
     float sums[GROUP][SUMS] __attribute__((aligned(64))), own[SUMS] __attribute__((aligned(64)));
     const int64_t row_bytes = parts_row_bytes(w->depth), units = num_units(w->depth), bytes = weight_bytes(format);
     const char *unit = (const char *)w->panels + index * w->panel_bytes, *weights[GROUP];
-    for (int64_t first = 0; first < units; first += CHUNK_UNITS(W)) {
-        const int64_t end = units - first < CHUNK_UNITS(W) ? units : first + CHUNK_UNITS(W);
+    for (int64_t first = 0; first < units; first += CHUNK_UNITS(format)) {
+        const int64_t end = units - first < CHUNK_UNITS(format) ? units : first + CHUNK_UNITS(format);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -169,8 +170,8 @@ static void multiply_few_rows(const matrix *w, int64_t first_panel, int64_t coun
     configure_tiles(rows, TILES_OF_ROWS_OF_FEW);
     for (int64_t p = 0; p < count; p += GROUP) {
         const int64_t index = first_panel + p, some = count - p < GROUP ? count - p : GROUP;
-        if (w->format == FLOAT16) few(FLOAT16, 2, w, index, some, x, rows, out);
-        else few(BFLOAT16, 1, w, index, some, x, rows, out);
+        if (w->format == FLOAT16) few(FLOAT16, w, index, some, x, rows, out);
+        else few(BFLOAT16, w, index, some, x, rows, out);
     }
 }
 
@@ -191,9 +192,10 @@ INLINE void load_pair(int format, const char *pair, vecf *even, vecf *odd) {
 
 // To sums [P] what the tiles' products of a unit of P panels and a row add, in their order: each is the sum over even k
 // and that over odd k, by fused multiply-adds from zero. Asks for the same place `ahead` bytes on.
-INLINE void add_unit(int format, int W, int P, const char *unit, int64_t panel_bytes, int64_t ahead,
+INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, int64_t ahead,
         const float (*x)[UNIT], vecf *sums) {
     vecf even[4][MAX_PRODUCTS] = {0}, odd[4][MAX_PRODUCTS] = {0};
+    const int W = PARTS_OF(format);
     const int64_t bytes = weight_bytes(format) / (UNIT / 2);
 #pragma GCC unroll 1
     for (int k = 0; k < UNIT; k += 2, unit += bytes) {
@@ -225,14 +227,14 @@ INLINE void add_unit(int format, int W, int P, const char *unit, int64_t panel_b
 
 // `count` panels of P by multiply-adds, which keep up with memory: a tile takes as long for one row as for 16. The bits
 // are the tiles'.
-INLINE void single(int format, int W, int P, const matrix *w, int64_t index, int64_t count, const char *x,
+INLINE void single(int format, int P, const matrix *w, int64_t index, int64_t count, const char *x,
         const rows_out *out) {
     const int64_t units = num_units(w->depth), bytes = weight_bytes(format);
     const char *unit = (const char *)w->panels + index * w->panel_bytes;
     vecf totals[4] = {0};
-    for (int64_t first = 0; first < units; first += CHUNK_UNITS(W)) {
+    for (int64_t first = 0; first < units; first += CHUNK_UNITS(format)) {
         vecf sums[4] = {0};
-        const int64_t end = units - first < CHUNK_UNITS(W) ? units : first + CHUNK_UNITS(W);
+        const int64_t end = units - first < CHUNK_UNITS(format) ? units : first + CHUNK_UNITS(format);
         for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
             float parts[PARTS_OF_X][UNIT] __attribute__((aligned(64)));
             for (int i = 0; i < 2 * PARTS_OF_X; i++) {
@@ -243,10 +245,10 @@ INLINE void single(int format, int W, int P, const matrix *w, int64_t index, int
             const int64_t ahead = AHEAD + (is_near ? 0 : (P - 1) * w->panel_bytes);
             const float(*rows)[UNIT] = (const float(*)[UNIT])parts;
             if (count == P) {
-                add_unit(format, W, P, unit, w->panel_bytes, ahead, rows, sums);
+                add_unit(format, P, unit, w->panel_bytes, ahead, rows, sums);
             } else {
                 for (int64_t p = 0; p < count; p++)
-                    add_unit(format, W, 1, unit + p * w->panel_bytes, 0, ahead, rows, sums + p);
+                    add_unit(format, 1, unit + p * w->panel_bytes, 0, ahead, rows, sums + p);
             }
         }
         for (int p = 0; p < P; p++) totals[p] = first ? totals[p] + sums[p] : sums[p];
@@ -258,8 +260,8 @@ static void multiply_single_row(const matrix *w, int64_t first_panel, int64_t co
     const int64_t group = w->format == BFLOAT16 ? 4 : 2;
     for (int64_t p = 0; p < count; p += group) {
         const int64_t index = first_panel + p, some = count - p < group ? count - p : group;
-        if (w->format == FLOAT16) single(FLOAT16, 2, 2, w, index, some, x, out);
-        else single(BFLOAT16, 1, 4, w, index, some, x, out);
+        if (w->format == FLOAT16) single(FLOAT16, 2, w, index, some, x, out);
+        else single(BFLOAT16, 4, w, index, some, x, out);
     }
 }
 
@@ -288,8 +290,7 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
         operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
                       .splits = w->format == FLOAT16,
                       .run = w->format == FLOAT16 ? multiply_float16 : multiply_bfloat16};
-        const int W = w->format == FLOAT16 ? 2 : 1;
-        o.w_unit = W * TILE_BYTES, o.chunk = CHUNK_UNITS(W);
+        o.w_unit = PARTS_OF(w->format) * TILE_BYTES, o.chunk = CHUNK_UNITS(w->format);
         configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
         multiply_blocks(&o, w, first_panel, count, x, rows, out);
         _tile_release();
