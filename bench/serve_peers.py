@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from driver import THREAD_VARIABLES, cpu_seconds, machine_busy_seconds, peak_memory_mib, process_tree
-from turns import read_peers, wait_until_quiet
+from turns import add_options, chosen, read_peers, say, wait_until_quiet
 
 from lean_engine.bench.environment import append_result
 from lean_engine.bench.results import read_results
@@ -50,6 +50,7 @@ COLUMNS = {
     "ready_s": "ready s",
     "other_cpu": "other",
 }
+SAID = ("concurrency", "ready_s", "output_throughput", "median_ttft_ms", "other_cpu", "error")  # while it runs
 Sample = dict[str, Any]
 
 
@@ -164,18 +165,11 @@ def read_loads(text: str) -> dict[int, int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=CONFIG)
+    add_options(parser, CONFIG)
     parser.add_argument("--servers", help="names, the baseline first; default: all of the file")
     parser.add_argument("--tokenizer", help="whose vocabulary prompts are made of; default: the first server's model")
     parser.add_argument("--loads", type=read_loads, default=LOADS, help="CONCURRENCY:REQUESTS,… (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a start")
-    parser.add_argument("--quiet", type=float, default=1.0, help="wait until others use less of the machine than this")
-    parser.add_argument("--quiet-seconds", type=float, default=60.0, help="… but not longer")
-    parser.add_argument("--max-other", type=float, default=1.0, help="leave out samples with more of it used by others")
-    parser.add_argument("--result-dir", help="append all samples as one line of serve_peers.jsonl")
-    parser.add_argument("--report", type=Path, help="print the last run of this file again")
     return parser.parse_args()
 
 
@@ -185,13 +179,8 @@ def main() -> None:
         result = read_results(args.report)[-1]
         print_report(result["samples"], read_loads(result["loads"]), result["servers"][0], args.max_other)
         return
-    if not args.config.exists():
-        sys.exit(f"{args.config}: no such file; copy peers.example.json there and change its paths")
     entries = {name: e for name, e in read_peers(args.config).items() if e["driver"] == "openai_server.py"}
-    names = (args.servers or ",".join(entries)).split(",")
-    for name in names:
-        if name not in entries:
-            sys.exit(f"unknown server {name}; known: {', '.join(entries)}")
+    names = chosen(args.servers, entries, "server")
     tokenizer = args.tokenizer or entries[names[0]]["model"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server is stopped then too
     samples: list[Sample] = []
@@ -201,19 +190,12 @@ def main() -> None:
             wait_until_quiet(args.quiet, args.quiet_seconds)
             for sample in measure_server(entries[name], tokenizer, args, turn):
                 samples.append({"server": name, "round": turn, **sample})
-                note(samples[-1])
+                say(name, sample, SAID)
     print_report(samples, args.loads, names[0], args.max_other)
     if args.result_dir:
         loads = ",".join(f"{concurrency}:{count}" for concurrency, count in args.loads.items())
         about = {"servers": names, "threads": args.threads, "rounds": args.rounds, "shape": SHAPE, "loads": loads}
         append_result(args.result_dir, "serve_peers", {**about, "samples": samples})
-
-
-def note(sample: Sample) -> None:
-    """A line on stderr."""
-    keys = ("concurrency", "ready_s", "output_throughput", "median_ttft_ms", "other_cpu", "error")
-    shown = {k: round(v, 2) if isinstance(v, float) else v for k in keys if (v := sample.get(k)) is not None}
-    print(f"[{time.strftime('%H:%M:%S')}] {sample['server']:20} {json.dumps(shown)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ the share of the machine that anything else used during the samples. Run it with
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from turns import Peer, read_peers, run, stopping
+from turns import Peer, add_options, chosen, read_peers, run, say, stopping
 
 from lean_engine.bench.environment import append_result
 from lean_engine.bench.results import read_results
@@ -131,18 +128,11 @@ def open_log() -> IO[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=HERE / "peers.json")
+    add_options(parser, HERE / "peers.json")
     parser.add_argument("--peers", help="names, the baseline first")
     parser.add_argument("--workloads", default="W1,W2,W3,W4,W5")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--starts", type=int, default=1, help="how often each peer is started")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a start or a workload")
-    parser.add_argument("--quiet", type=float, default=1.0, help="wait until others use less of the machine than this")
-    parser.add_argument("--quiet-seconds", type=float, default=60.0, help="… but not longer")
-    parser.add_argument("--max-other", type=float, default=1.0, help="leave out samples with more of it used by others")
-    parser.add_argument("--result-dir", help="append all samples as one line of peers.jsonl")
-    parser.add_argument("--report", type=Path, help="print the last run of this file again")
     parser.add_argument("--check", action="store_true", help="compare greedy answers instead of measuring")
     parser.add_argument("--sizes", action="store_true", help="print the sizes of the installations")
     return parser.parse_args()
@@ -154,16 +144,11 @@ def main() -> None:
         result = read_results(args.report)[-1]
         print_report(result["samples"], result["peers"][0], args.max_other)
         return
-    if not args.config.exists():
-        sys.exit(f"{args.config}: no such file; copy peers.example.json there and change its paths")
     entries = read_peers(args.config)
     if args.sizes:
         print_sizes(entries)
         return
-    names = (args.peers or ",".join(entries)).split(",")
-    for name in names:
-        if name not in entries:
-            sys.exit(f"unknown peer {name}; known: {', '.join(entries)}")
+    names = chosen(args.peers, entries, "peer")
     if args.check:
         check(names, entries, args)
         return
@@ -172,8 +157,7 @@ def main() -> None:
     def note(sample: dict[str, Any]) -> None:
         samples.append(sample)
         keys = ("event", "workload", "first_token_s", "output_tok_s", "total_tok_s", "other_cpu", "error")
-        shown = {k: round(v, 2) if isinstance(v, float) else v for k in keys if (v := sample.get(k)) is not None}
-        print(f"[{time.strftime('%H:%M:%S')}] {sample['peer']:20} {json.dumps(shown)}", file=sys.stderr, flush=True)
+        say(sample["peer"], sample, keys)
 
     with open_log() as log:
         peers = [Peer(name, entries[name], args.threads, log) for name in names]

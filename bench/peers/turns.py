@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,10 +22,39 @@ Note = Callable[[dict[str, Any]], None]
 
 
 def read_peers(path: Path) -> dict[str, dict[str, Any]]:
-    """Name → its entry, with {root} filled in."""
+    """Name → its entry, with {root} filled in; exits where there is no such file."""
+    if not path.exists():
+        sys.exit(f"{path}: no such file; copy peers.example.json there and change its paths")
     content = json.loads(path.read_text())
     peers: dict[str, dict[str, Any]] = json.loads(json.dumps(content["peers"]).replace("{root}", content["root"]))
     return peers
+
+
+def add_options(parser: argparse.ArgumentParser, config: Path, rounds: int = 3) -> None:
+    """Those of every comparison by turns."""
+    parser.add_argument("--config", type=Path, default=config)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quiet", type=float, default=1.0, help="wait until others use less of the machine than this")
+    parser.add_argument("--quiet-seconds", type=float, default=60.0, help="… but not longer")
+    parser.add_argument("--max-other", type=float, default=1.0, help="leave out samples with more of it used by others")
+    parser.add_argument("--result-dir", help="append all samples as one line of a file there")
+    parser.add_argument("--report", type=Path, help="print the last run of this file again")
+
+
+def say(name: str, sample: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """A line on stderr: those fields that a sample has."""
+    shown = {k: round(v, 2) if isinstance(v, float) else v for k in keys if (v := sample.get(k)) is not None}
+    print(f"[{time.strftime('%H:%M:%S')}] {name:20} {json.dumps(shown)}", file=sys.stderr, flush=True)
+
+
+def chosen(names: str | None, entries: Mapping[str, Any], kind: str) -> list[str]:
+    """Names of a comma-separated list, or all; exits where one is unknown."""
+    wanted = (names or ",".join(entries)).split(",")
+    for name in wanted:
+        if name not in entries:
+            sys.exit(f"unknown {kind} {name}; known: {', '.join(entries)}")
+    return wanted
 
 
 class Peer:
