@@ -1,4 +1,7 @@
-"""Compiled forms and their masks, on small real vocabularies of each kind and on one of plain bytes."""
+"""Compiled forms and their masks, on small real vocabularies of each kind and on one of plain bytes.
+
+One file, though long: its tests share those vocabularies, which take a moment to make.
+"""
 
 import json
 import os

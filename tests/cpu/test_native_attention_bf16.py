@@ -5,19 +5,17 @@ Inputs are numbers that bfloat16 has, so that only the weights' rounding is left
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernel_running import KernelRun
 from native_running import cpu_device, library_path
 from numpy.typing import NDArray
 from test_cpu_attention import DECODES, MIXED, Batch, Request
-from test_native_attention import CACHE_TYPES, LONG
+from test_native_attention import CACHE_TYPES, LONG, any_batches, results_of_threads
 
 from lean_engine.dtypes import numpy_dtype
 from lean_engine.runtime.cpu.native import attention
@@ -188,16 +186,8 @@ def test_bits_depend_on_nothing_but_the_row(device: Any, requests: list[Request]
 @pytest.mark.parametrize("requests", [[(0, 500), (700, 1)], [(2000, 1), (40, 1)], [(300, 1)] * 70], ids=str)
 def test_bits_do_not_depend_on_threads(requests: list[Request]) -> None:
     """Nor therefore on how many rows a tile has, which does."""
-    results = []
-    for threads in (1, 3):
-        device = cpu_device("native", threads, precision=BF16)
-        batch = Batch(requests, num_kv_heads=2, group=3, head_dim=64, block_size=16)
-        run = KernelRun(device, "paged_attention", batch.inputs(), batch.attrs)
-        for _ in range(2):
-            run.poison()
-            run.replay()
-            results.append(run.outputs[0].copy())
-        device.close()
+    batch = Batch(requests, num_kv_heads=2, group=3, head_dim=64, block_size=16)
+    results = results_of_threads(batch, 2, precision=BF16)
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
@@ -256,30 +246,7 @@ def test_bfloat16_products_are_not_the_exact_ones(monkeypatch: pytest.MonkeyPatc
     assert not np.array_equal(exact, found)
 
 
-requests_strategy = st.lists(
-    st.tuples(st.sampled_from([0, 1, 3, 17, 70, 250, 256, 600]), st.sampled_from([0, 1, 1, 1, 2, 5, 19, 40, 130])),
-    min_size=1,
-    max_size=6,
-)
-
-
 @settings(max_examples=30, deadline=None)
-@given(
-    requests_strategy,
-    st.sampled_from([(1, 1), (2, 3), (3, 1), (1, 8)]),
-    st.sampled_from([4, 16, 32]),
-    st.sampled_from([None, 1, 3, 40, 270]),
-    st.sampled_from([None, 3.0]),
-    st.integers(0, 1000),
-)
-def test_any_batch(
-    native: Any,
-    requests: list[Request],
-    heads: tuple[int, int],
-    block_size: int,
-    window: int | None,
-    softcap: float | None,
-    seed: int,
-) -> None:
-    batch = Batch(requests, *heads, 8, block_size, window, softcap, seed)
-    check(native, dataclasses.replace(batch, max_blocks=1))
+@given(any_batches([0, 1, 1, 1, 2, 5, 19, 40, 130]))
+def test_any_batch(native: Any, batch: Batch) -> None:
+    check(native, batch)

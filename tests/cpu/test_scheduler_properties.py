@@ -3,6 +3,7 @@
 The device keeps one token per KV slot and "computes" the next token as a checksum of what it reads back through the
 block table: a block granted twice, shared wrongly or cached under another's key, a token skipped or computed twice in
 the wrong place, or a stop judged wrongly changes the output, which must be what the request gets alone.
+One file, though long: the device, the loads and the state machine are one model of an engine.
 """
 
 from __future__ import annotations

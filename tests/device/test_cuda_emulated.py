@@ -1,7 +1,8 @@
 """The CUDA device's own launch code, padding and graph capture with its kernels run on the host, beside the CPU device.
 
 Weights are rounded to the device's type first and read by both, so what differs is arithmetic in 16 bits. A greedy
-answer may then leave the CPU's only where the CPU itself was undecided between two tokens.
+answer may then leave the CPU's only where the CPU itself was undecided between two tokens. One file, though long: its
+tests share that comparison.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ block) is never read into a result, whatever the cache holds there. Items are sh
 
 Decodes whose block tables begin alike, because they share a cached prefix, read it once: their queries attend to it
 together, as a chunk's would, and each adds the part that is its own (the two are merged by their maxima and sums, as in
-Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). One file, though long: items, groups and
+scratch are one plan and make no sense apart.
 """
 
 from __future__ import annotations
