@@ -1,7 +1,7 @@
 """Products of the compiled CPU device: microseconds, GB/s and GFLOP/s per format, shape and rows, beside NumPy's.
 
     python bench/cpu_gemm.py [--formats float32,int8] [--shapes 1536x576] [--rows 1,16,512] [--threads 1,2]
-        [--products float32,bfloat16,int8] [--rounds 40]
+        [--products float32,bfloat16] [--rounds 40]
 
 Weights stand in as many copies as it takes to leave the second-level cache (--working-set), and are used in turn, as
 the layers of a model are. NumPy multiplies float32 [O, C] the faster way of x @ W.T and (W @ x.T).T, with as many BLAS

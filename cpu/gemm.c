@@ -29,7 +29,7 @@ void multiply(const matrix *w, int64_t first_panel, int64_t count, const rows_in
 typedef struct {
     const gemm_part *parts;
     const float *x;       // [num_rows, depth], rows x_stride apart
-    const void *short_x;  // what round_rows, quantise_rows or split_rows has made of x, for the mode
+    const void *short_x;  // what round_rows, digit_rows or split_rows has made of x, for the mode
     const float *bias;    // [outputs of all parts] or NULL
     float *out;           // rows out_stride apart
     int64_t num_parts, num_rows, x_stride, short_stride, out_stride, mode;  // short_stride: bytes of 16 rows
@@ -58,8 +58,8 @@ EXPORT void gemm(const void *args, int64_t task) {
     const char *short_x = (const char *)a->short_x + row / 16 * a->short_stride;
     if (a->mode == BF16) {
         multiply_bf16(&part->w, first, panels, (const bf16 *)short_x, rows, &out);
-    } else if (a->mode == INTEGER && is_quantised((int)part->w.format)) {
-        multiply_int8(&part->w, first, panels, short_x, rows, &out);
+    } else if (a->mode == DIGITS && is_quantised((int)part->w.format)) {
+        multiply_digits(&part->w, first, panels, short_x, rows, &out);
     } else if (a->mode == PARTS && is_short((int)part->w.format)) {
         multiply_parts(&part->w, first, panels, short_x, rows, &out);
     } else {
@@ -70,7 +70,7 @@ EXPORT void gemm(const void *args, int64_t task) {
 
 // Whether there are instructions for products in a mode; 2: AMX tiles.
 EXPORT int64_t has_mode(int64_t mode) {
-    return mode == BF16 ? has_bf16() : mode == INTEGER ? has_int8() : mode == PARTS ? has_parts() : 1;
+    return mode == BF16 ? has_bf16() : mode == DIGITS ? has_digits() : mode == PARTS ? has_parts() : 1;
 }
 
 typedef struct {

@@ -7,8 +7,8 @@
 
 #define DEPTH_BLOCK 128  // k summed in one chain; the chains' results are added in order, for any number of rows
 
-// How x enters a product: as float32, rounded to bfloat16, as int8 with a scale per 32, as a sum of bfloat16 numbers.
-enum { EXACT, BF16, INTEGER, PARTS };
+// How x enters a product: as float32, rounded to bfloat16, as 24-bit integers in digits, as a sum of bfloat16 numbers.
+enum { EXACT, BF16, DIGITS, PARTS };
 
 // Matrices below each other, each in a format of its own: one begins at output `first` of all.
 typedef struct {
@@ -50,18 +50,15 @@ void multiply(const matrix *w, int64_t first_panel, int64_t count, const rows_in
 void multiply_few(const matrix *w, int64_t first_panel, int64_t count, const rows_in *x, const rows_out *out);
 void multiply_many(const matrix *w, int64_t first_panel, int64_t count, const rows_in *x, const rows_out *out);
 
-// The same product of x as round_rows or quantise_rows has left it, from a row on that is a multiple of 16;
-// multiply_int8 takes quantised weights only. Where has_... says 0 the build or the machine lacks the instructions; 2
-// are AMX tiles.
+// The same product of x as round_rows has left it, from a row on that is a multiple of 16. Where has_... says 0 the build
+// or the machine lacks the instructions; 2 are AMX tiles.
 int has_bf16(void);
-int has_int8(void);
+int has_digits(void);
 int has_parts(void);
 // Up to 16 rows as round_rows leaves them.
 void round_block(const rows_in *x, int64_t depth, bf16 *out);
 
 void multiply_bf16(const matrix *w, int64_t first_panel, int64_t count, const bf16 *x, int64_t rows,
-        const rows_out *out);
-void multiply_int8(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
         const rows_out *out);
 
 // Bytes of a row as split_rows leaves it: an odd number of cache lines, so that neighbours do not share a cache set.
@@ -71,6 +68,14 @@ INLINE int64_t parts_row_bytes(int64_t depth) { return (3 * num_units(depth) | 1
 // the last are read, up to a multiple of 16. Numbers and products below 2^-126 count as zero, and numbers below 2^-110
 // lose precision, as their last part does. Infinite x or weights make their sums infinite or NaN.
 void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
+        const rows_out *out);
+
+// Bytes of a row as digit_rows leaves it: an odd number of cache lines too.
+INLINE int64_t digits_row_bytes(int64_t depth) { return ((depth + 255) / 256 * 16 | 1) * 64; }
+
+// The exact product of x as digit_rows has left it, from any row on, and weights that are integers with scales. Rows
+// beyond the last are read, up to a multiple of 16. An x that is not finite makes its row NaN.
+void multiply_digits(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
         const rows_out *out);
 
 // Weights of a panel as a float32 tile: units [first_unit, first_unit + count), [32 * count][16].

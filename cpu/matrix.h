@@ -53,6 +53,12 @@ typedef struct {
 INLINE int64_t num_units(int64_t depth) { return (depth + UNIT - 1) / UNIT; }
 INLINE int64_t num_panels(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
 
+// Units of a panel: an even number of int8's, which products take by 64 k.
+INLINE int64_t units_of(int format, int64_t depth) {
+    const int64_t units = num_units(depth);
+    return format == INT8 ? (units + 1) / 2 * 2 : units;
+}
+
 INLINE int64_t weight_bytes(int format) {  // of a unit
     switch (format) {
         case FLOAT32: return 2048;
@@ -74,13 +80,13 @@ INLINE int64_t scale_bytes(int format) {  // of a unit
 INLINE int64_t super_bytes(int format) { return format == Q4_K ? 64 : format == Q6_K ? 32 : 0; }
 
 INLINE int64_t bytes_of_panel(int format, int64_t depth) {
-    int64_t units = num_units(depth);
+    int64_t units = units_of(format, depth);
     int64_t bytes = units * (weight_bytes(format) + scale_bytes(format)) + (units + 7) / 8 * super_bytes(format);
     return (bytes + 63) / 64 * 64;
 }
 
 INLINE panel panel_at(int format, const matrix *w, int64_t index) {
-    int64_t units = num_units(w->depth);
+    int64_t units = units_of(format, w->depth);
     const uint8_t *start = w->panels + index * w->panel_bytes;
     const uint8_t *scales = start + units * weight_bytes(format);
     return (panel){start, scales, scales + units * scale_bytes(format)};

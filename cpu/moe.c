@@ -121,7 +121,7 @@ EXPORT void moe_group(const void *args, int64_t task) {
 typedef struct {
     const part *parts;       // [E, num_parts]
     const float *x;          // rows x_stride apart, which is their depth
-    const char *parts_of_x;  // in mode PARTS: what split_rows has made of them, by place
+    const char *short_x;  // in modes PARTS and DIGITS: what split_rows or digit_rows has made of them, by place
     float *out;              // [T * A, out_stride], by place
     const int32_t *experts, *starts;
     const int32_t *rows;  // place → row of x; NULL: x is by place too
@@ -137,7 +137,7 @@ EXPORT int64_t count_moe_product(const void *args) {
 
 EXPORT void moe_product(const void *args, int64_t task) {
     const moe_product_args *a = args;
-    const int64_t row_bytes = parts_row_bytes(a->x_stride);
+    const int64_t row_bytes = a->mode == PARTS ? parts_row_bytes(a->x_stride) : digits_row_bytes(a->x_stride);
     int64_t index = task / a->tasks_per_expert, first = task % a->tasks_per_expert * a->panels_per_task;
     const part *p = a->parts + a->experts[index] * a->num_parts;
     int64_t place = a->starts[index], left = a->panels_per_task;
@@ -149,7 +149,9 @@ EXPORT void moe_product(const void *args, int64_t task) {
         if (count > 0) {
             rows_out out = {a->out + place * a->out_stride + p->first, a->out_stride, NULL};
             if (a->mode == PARTS && is_short((int)p->w.format))
-                multiply_parts(&p->w, first, count, a->parts_of_x + place * row_bytes, x.count, &out);
+                multiply_parts(&p->w, first, count, a->short_x + place * row_bytes, x.count, &out);
+            else if (a->mode == DIGITS && is_quantised((int)p->w.format))
+                multiply_digits(&p->w, first, count, a->short_x + place * row_bytes, x.count, &out);
             else
                 multiply(&p->w, first, count, &x, &out, a->mode);
             left -= count;

@@ -103,7 +103,7 @@ def precision_of(config: EngineConfig) -> Precision:
 
     products = "bfloat16" if config.dtype == "bfloat16" else "float32"
     if config.quantization is not None:
-        return Precision(config.quantization, config.quantization if config.dtype == "auto" else products)
+        return Precision(config.quantization, products)
     return Precision("stored" if config.dtype == "auto" else config.dtype, products)
 
 

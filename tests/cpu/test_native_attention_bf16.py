@@ -228,7 +228,7 @@ def exact_and_found(
     ("precision", "has_tiles", "scale"),
     [
         (Precision("bfloat16"), True, 0.125),
-        (Precision("int8", "int8"), True, 0.125),
+        (Precision("int8"), True, 0.125),
         (BF16, False, 0.125),
         (BF16, True, -0.125),
     ],

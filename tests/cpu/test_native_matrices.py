@@ -87,7 +87,7 @@ def test_int8_is_symmetric_with_a_scale_per_output(machine: str, element: Any) -
     assert (np.abs(found - exact) <= scale * 0.5001).all()
     steps = np.divide(found, scale, out=np.zeros_like(found), where=scale > 0)
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-4)
-    assert matrix.nbytes == 48 * 608 + 48 * 4  # rows to 16, columns to 32, and scales
+    assert matrix.nbytes == 48 * 640 + 48 * 4  # rows to 16, columns to 64, and scales
 
 
 def test_int8_keeps_a_nan_visible() -> None:

@@ -14,19 +14,18 @@ from lean_engine.runtime.device import LaunchArgs
 
 Int = ctypes.c_int64
 
-EXACT, BF16, INTEGER, PARTS = range(4)  # of cpu/gemm.h
+EXACT, BF16, DIGITS, PARTS = range(4)  # of cpu/gemm.h
 UNIT = 32  # elements of a row that are rounded or scaled together
 BLOCK = 16  # rows of a tile
-X_UNIT_BYTES = 48  # struct x_unit of cpu/gemm_int8.c
-MAX_INT8_ROWS = 8  # more are faster in tiles
+DIGITS_GROUP = 256  # elements of a row under one scale, in mode DIGITS
 MAX_EXACT_ROWS = 4  # fewer of quantised weights are faster exactly than with weights rounded
-BLOCK_ROWS = (64, 256, 64, 256)  # rows at most that share expanded weights, by mode
+BLOCK_ROWS = (64, 256, 256, 256)  # rows at most that share expanded weights, by mode
 MAX_SHORT_BYTES = 1 << 20  # of x in bfloat16 or its parts: it stays in the second-level cache while weights pass
 GROUP = 4  # panels that are multiplied together
 TASKS_PER_THREAD = 8  # where a task is then worth
 MIN_TASK_US, MAX_TASK_US = 8.0, 100.0
 BYTES_PER_US = 20e3  # what one core reads
-FLOPS_PER_US = (1e5, 8e5, 2e5, 3e5)  # and computes, by mode
+FLOPS_PER_US = (1e5, 8e5, 3e5, 3e5)  # and computes, by mode
 EMBEDDING_ELEMENTS = 1 << 14  # of a task
 SHORT_ELEMENTS = 1 << 14
 
@@ -43,22 +42,25 @@ class RoundRowsArgs(ctypes.Structure):
     _fields_ = (("x", Pointer), ("out", Pointer), *((name, Int) for name in ("num_rows", "depth", "stride")))
 
 
-class QuantiseRowsArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("x", "out")),
-        *((name, Int) for name in ("num_rows", "depth", "stride", "rows_per_task")),
-    )
+class RowsArgs(ctypes.Structure):
+    """Of split_rows and digit_rows."""
 
-
-class SplitRowsArgs(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("x", "index", "out")),
         *((name, Int) for name in ("num_rows", "depth", "stride", "rows_per_task")),
     )
 
 
+class SplitRowsArgs(RowsArgs):
+    pass
+
+
+class DigitRowsArgs(RowsArgs):
+    pass
+
+
 ARGUMENTS: tuple[type[ctypes.Structure], ...] = (
-    *(GemmPart, PackArgs, EmbeddingArgs, GemmArgs, RoundRowsArgs, QuantiseRowsArgs, SplitRowsArgs),
+    *(GemmPart, PackArgs, EmbeddingArgs, GemmArgs, RoundRowsArgs, DigitRowsArgs, SplitRowsArgs),
 )
 
 
@@ -68,29 +70,28 @@ class Modes:
 
     has_bf16: bool
     has_tiles: bool  # AMX
-    has_int8: bool
+    has_digits: bool
 
     @classmethod
     def of(cls, library: Library) -> Modes:
         has_mode = library.function("has_mode", Int, Int)
-        return cls(has_mode(BF16) > 0, has_mode(BF16) > 1, has_mode(INTEGER) > 0)
+        return cls(has_mode(BF16) > 0, has_mode(BF16) > 1, has_mode(DIGITS) > 0)
 
     def choose(self, weight: Matrix, rows: int) -> int:
         """The mode of a product.
 
-        Few rows of quantised weights are faster as int8, or exactly, than with weights rounded to bfloat16; many rows
-        are fastest in tiles.
+        Few rows of quantised weights are faster exactly than with weights rounded to bfloat16.
         """
-        if weight.products == "float32" or (weight.products == "int8" and not weight.is_quantised):
+        if weight.products == "float32":
             return self.exact(weight)
-        if weight.products == "int8" and self.has_int8 and not (self.has_tiles and rows > MAX_INT8_ROWS):
-            return INTEGER
         if self.has_bf16 and (weight.format == "bfloat16" or rows > MAX_EXACT_ROWS):
             return BF16
         return self.exact(weight)
 
     def exact(self, weight: Matrix) -> int:
         """The mode of exact products: one for all numbers of rows, so that a row's bits do not depend on it."""
+        if self.has_digits and weight.is_quantised:
+            return DIGITS
         return PARTS if self.has_tiles and weight.has_short_floats else EXACT
 
 
@@ -115,8 +116,7 @@ def launches(
     mode = modes.choose(weight, rows)
     row_block, panels = cut(mode, rows, depth, weight.num_panels, weight.nbytes, num_threads)
     tasks = -(-rows // row_block) * sum(-(-part.panels.shape[1] // panels) for part in weight.parts)
-    units = -(-depth // UNIT)
-    row_bytes = {BF16: 2 * UNIT * units, INTEGER: X_UNIT_BYTES * units, PARTS: parts_row_bytes(depth)}.get(mode, 0)
+    row_bytes = short_row_bytes(mode, depth)
     fields = GemmArgs(
         *(
             weight.c_address,
@@ -136,29 +136,29 @@ def launches(
     product = NativeLaunch("gemm", fields, tasks, keeps=(weight,))
     if mode == BF16:
         return [NativeLaunch("round_rows", RoundRowsArgs(x, workspace, rows, depth, depth), -(-rows // BLOCK)), product]
-    if mode == INTEGER:
-        per_task = max(1, SHORT_ELEMENTS // depth)
-        fields_of_x = QuantiseRowsArgs(x, workspace, rows, depth, depth, per_task)
-        return [NativeLaunch("quantise_rows", fields_of_x, -(-rows // per_task)), product]
-    if mode == PARTS:
-        return [split_rows(x, 0, workspace, rows, depth), product]
+    if mode in (PARTS, DIGITS):
+        return [cut_rows(mode, x, 0, workspace, rows, depth), product]
     return [product]
 
 
-def split_rows(x: int, index: int, out: int, rows: int, depth: int) -> NativeLaunch:
-    """Rows of x as sums of bfloat16 numbers, by addresses; index int32 [rows] says which, 0 = all in order."""
+def cut_rows(mode: int, x: int, index: int, out: int, rows: int, depth: int) -> NativeLaunch:
+    """Rows of x in parts or digits, by addresses; index int32 [rows] says which, 0 = all in order."""
     per_task = max(1, SHORT_ELEMENTS // depth)
-    return NativeLaunch("split_rows", SplitRowsArgs(x, index, out, rows, depth, depth, per_task), -(-rows // per_task))
+    name, fields = ("split_rows", SplitRowsArgs) if mode == PARTS else ("digit_rows", DigitRowsArgs)
+    return NativeLaunch(name, fields(x, index, out, rows, depth, depth, per_task), -(-rows // per_task))
 
 
-def parts_row_bytes(depth: int) -> int:
-    """As cpu/gemm.h has it: three bfloat16 numbers for each, in an odd number of cache lines."""
-    return (3 * -(-depth // UNIT) | 1) * 2 * UNIT
+def short_row_bytes(mode: int, depth: int) -> int:
+    """Of a row of x as a mode reads it (cpu/gemm.h); in parts or digits an odd number of cache lines."""
+    units = -(-depth // UNIT)
+    if mode == DIGITS:
+        return (16 * -(-depth // DIGITS_GROUP) | 1) * 64
+    return {BF16: units * 64, PARTS: (3 * units | 1) * 64}.get(mode, 0)
 
 
-def parts_bytes(rows: int, depth: int) -> int:
-    """Of `rows` rows in parts, and of what is read behind them."""
-    return -(-rows // BLOCK) * BLOCK * parts_row_bytes(depth)
+def short_bytes(rows: int, depth: int) -> int:
+    """Of `rows` rows as any mode reads them, and of what is read behind them."""
+    return -(-rows // BLOCK) * BLOCK * max(short_row_bytes(mode, depth) for mode in (BF16, DIGITS, PARTS))
 
 
 def cut(mode: int, rows: int, depth: int, num_panels: int, num_bytes: int, num_threads: int) -> tuple[int, int]:
@@ -166,8 +166,9 @@ def cut(mode: int, rows: int, depth: int, num_panels: int, num_bytes: int, num_t
     max_rows = BLOCK_ROWS[mode]
     if mode == BF16:
         max_rows = min(max_rows, max(4 * BLOCK, MAX_SHORT_BYTES // (2 * depth) // BLOCK * BLOCK))
-    if mode == PARTS:
-        max_rows = min(max_rows, max(4 * BLOCK, MAX_SHORT_BYTES // parts_row_bytes(depth) // (2 * BLOCK) * 2 * BLOCK))
+    if mode in (PARTS, DIGITS):
+        fitting = MAX_SHORT_BYTES // short_row_bytes(mode, depth) // (2 * BLOCK) * 2 * BLOCK
+        max_rows = min(max_rows, max(4 * BLOCK, fitting))
     num_blocks = -(-rows // max_rows)
     row_block = -(-rows // num_blocks)
     if mode != EXACT and num_blocks > 1:
@@ -191,9 +192,9 @@ def embedding(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
 
 
 def workspace_bytes(shapes: Sequence[Shape], scalars: Mapping[str, Any], num_threads: int) -> int:
-    """x as a product's mode reads it, in whole blocks and units; parts take the most."""
+    """x as a product's mode reads it, in whole blocks and units."""
     (rows, depth), *_ = shapes
-    return parts_bytes(rows, depth)
+    return short_bytes(rows, depth)
 
 
 KERNELS = {"gemm": NativeKernel(gemm, workspace_bytes), "embedding": NativeKernel(embedding)}

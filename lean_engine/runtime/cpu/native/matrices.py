@@ -93,8 +93,8 @@ class Matrix:
     """A packed matrix (O, C), or a stack of them (E, O, C).
 
     Attributes:
-        products: what products with it are computed in: "float32" is exact; else x is rounded to "bfloat16", or to
-            "int8" with a scale per 32 elements. A processor without instructions for one of these computes exactly.
+        products: what products with it are computed in: "float32" is exact; with "bfloat16" x is rounded, where the
+            processor has instructions for it.
         c_parts: struct gemm_part [E, len(parts)], for kernels; lives as long as the matrix.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lean_engine.passes.plan_memory import align
-from lean_engine.runtime.cpu.native.gemm import BF16, BLOCK, PARTS, Modes, cut, parts_bytes, split_rows
+from lean_engine.runtime.cpu.native.gemm import BF16, BLOCK, DIGITS, PARTS, Modes, cut, cut_rows, short_bytes
 from lean_engine.runtime.cpu.native.launches import NativeKernel, NativeLaunch, Pointer, Scope, Shape, address
 from lean_engine.runtime.cpu.native.matrices import Matrix
 from lean_engine.runtime.cpu.native.rows import ActAndMulArgs, share
@@ -33,7 +33,7 @@ class MoeGroupArgs(ctypes.Structure):
 
 class MoeProductArgs(ctypes.Structure):
     _fields_ = (
-        *((name, Pointer) for name in ("parts", "x", "parts_of_x", "out", "experts", "starts", "rows", "num_active")),
+        *((name, Pointer) for name in ("parts", "x", "short_x", "out", "experts", "starts", "rows", "num_active")),
         *((name, Int) for name in ("num_parts", "x_stride", "out_stride", "mode", "panels_per_task")),
         ("tasks_per_expert", Int),
     )
@@ -76,7 +76,7 @@ class Areas:
         self.merged = self._take(choices * max(merged, hidden))  # gate and up, and later the results of down
         self.gated = self._take(choices * (merged // 2))
         # An expert's last rows are read as a whole block.
-        self.parts_of_x = self._take(parts_bytes(choices + BLOCK - 1, max(hidden, merged // 2)) // 4)
+        self.short_x = self._take(short_bytes(choices + BLOCK - 1, max(hidden, merged // 2)) // 4)
 
     def _take(self, count: int) -> int:
         start = self.size
@@ -106,7 +106,7 @@ def moe_experts(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
     gather = MoeGatherArgs(
         base + areas.merged, address(weights), places, address(out), num_rows, hidden, top_k, rows_per_task
     )
-    choice = Choices(choices, experts, starts, num_active, base + areas.parts_of_x)
+    choice = Choices(choices, experts, starts, num_active, base + areas.short_x)
     return [
         NativeLaunch("moe_group", group, 1),
         *products(scope, gate_up, address(x), rows, base + areas.merged, choice),
@@ -118,13 +118,13 @@ def moe_experts(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How many, and addresses: what moe_group writes, and room for x in parts."""
+    """How many, and addresses: what moe_group writes, and room for x in parts or digits."""
 
     count: int
     experts: int
     starts: int
     num_active: int
-    parts_of_x: int
+    short_x: int
 
 
 def products(scope: Scope, stack: Matrix, x: int, rows: int, out: int, choices: Choices) -> list[NativeLaunch]:
@@ -141,12 +141,12 @@ def products(scope: Scope, stack: Matrix, x: int, rows: int, out: int, choices: 
     rows_each = -(-choices.count // active)
     _, panels = cut(mode, rows_each, depth, stack.num_panels, expert_bytes, scope.num_threads * active)
     fields = MoeProductArgs(
-        *(stack.c_address, x, choices.parts_of_x, out, choices.experts, choices.starts, rows, choices.num_active),
+        *(stack.c_address, x, choices.short_x, out, choices.experts, choices.starts, rows, choices.num_active),
         *(len(stack.parts), depth, outputs, mode, panels, -(-stack.num_panels // panels)),
     )
     product = NativeLaunch("moe_product", fields, 0, "count_moe_product", (stack,))
-    if mode == PARTS:
-        return [split_rows(x, rows, choices.parts_of_x, choices.count, depth), product]
+    if mode in (PARTS, DIGITS):
+        return [cut_rows(mode, x, rows, choices.short_x, choices.count, depth), product]
     return [product]
 
 
