@@ -27,7 +27,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, KV cache too": {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
-    "int8 weights alone": {"quantization": "int8", "dtype": "float32"},
 }
 
 
