@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from meaning import assert_close
 from numpy.typing import NDArray
 
 from lean_engine.dtypes import numpy_dtype
@@ -148,3 +149,16 @@ def run_kernel(
         run.replay()
         pairs += zip([output.copy() for output in run.outputs], expected, strict=True)
     return pairs
+
+
+def check_one_capture(
+    device: Device, kind: str, steps: Sequence[Sequence[Array]], attrs: Mapping[str, Any], tolerance: float
+) -> None:
+    """One capture serves what its inputs come to hold: each step's, and then the first's again."""
+    run = KernelRun(device, kind, steps[0], attrs)
+    for inputs in (*steps, steps[0]):
+        for held, array in zip(run.inputs, inputs, strict=True):
+            held[...] = array
+        (expected,) = run.expected()
+        run.replay()
+        assert_close(run.outputs[0], expected, tolerance)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,3 +92,20 @@ def cpu_device(name: str, threads: int = 2, **options: Any) -> CpuDevice | Nativ
     from lean_engine.runtime.cpu.native.device import NativeCpuDevice
 
     return NativeCpuDevice(library_path(name), threads, **options)
+
+
+def compiled_devices(kv_cache_dtypes: Sequence[str] = ("float32",)) -> Any:
+    """A fixture: the compiled device for each of MACHINES, with keys and values in each of these types."""
+    kinds = list(itertools.product(MACHINES, kv_cache_dtypes))
+
+    def name(kind: tuple[str, str]) -> str:
+        return "-".join(kind if len(kv_cache_dtypes) > 1 else kind[:1])
+
+    @pytest.fixture(scope="module", params=kinds, ids=name)
+    def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+        machine, kv_cache_dtype = request.param
+        device = cpu_device(machine, 2, kv_cache_dtype=kv_cache_dtype)
+        yield device
+        device.close()
+
+    return device

@@ -66,7 +66,8 @@ def run(args: Sequence[str] | None = None) -> int:
         forget_stdout()
         return 1
     except (OSError, UnicodeError) as error:  # standard streams: a full disk, bytes that are no text
-        print_error(str(error))
+        reason = error.strerror if isinstance(error, OSError) and error.filename is None else None
+        print_error(str(error) if reason is None else f"standard input or output: {reason}")
         forget_stdout()
         return 1
     except LeanEngineError as error:

@@ -101,7 +101,9 @@ def load_yaml(path: str) -> dict[Any, Any]:
         text = Path(path).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: cannot be read as YAML: {error}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"{where}: holds a {type(content).__name__}, must be a mapping of flags to values")

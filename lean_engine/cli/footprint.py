@@ -1,19 +1,20 @@
 """A model's program from its configuration alone, for the memory it takes of a device.
 
 What is counted: the weights; the workspace, which is the arena for the activations of the engine's largest step, the
-rope tables and the step's inputs; and KV blocks. Kernels' own scratch depends on the device and is left out.
+rope tables and the step's inputs; and KV blocks.
 
-Of a GGUF file the CPU keeps the blocks as they are stored and computes in float32, and the file's header tells how many
-bytes that is; a GPU gets 16 bits for each weight.
+Of this machine's CPU the device itself is asked, as the engine asks it: how it keeps weights (auto: in the types they
+are stored in, which a GGUF file's header tells), keys and values, and what scratch its kernels need. A GPU, which need
+not be here, gets everything in one type, 16 bits where none is named; its kernels' scratch is left out.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
 from lean_engine.checkpoint.base import Checkpoint
@@ -25,8 +26,9 @@ from lean_engine.models.presets import PRESETS
 if TYPE_CHECKING:
     from lean_engine.config import EngineConfig, ModelConfig
     from lean_engine.engine.workspace import Workspace
-    from lean_engine.ir.graph import Graph, Parameter, Value
-    from lean_engine.passes import Lowered
+    from lean_engine.ir.graph import Dims, Graph, Parameter, Value
+    from lean_engine.passes import Launch, Lowered
+    from lean_engine.runtime.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,41 +38,21 @@ class Footprint:
     model: str
     config: ModelConfig
     engine: EngineConfig
-    dtype: str
+    dtype: str  # of the arithmetic, where the device does not say otherwise of weights or of keys and values
     limit: int  # tokens: the context before it is fitted to the KV cache
     graph: Graph  # before the passes
     lowered: Lowered
     largest_step: Mapping[str, int]  # in tokens, requests and rows of logits
     arena_bytes: int
-    stored: StoredWeights | None  # of a GGUF file, where the device keeps them so
+    weights_bytes: int  # of everything that is loaded; rope tables, which depend on the context, are workspace
+    weights_type: str
+    kv_cache_dtype: str
 
     @property
     def num_parameters(self) -> int:
         from lean_engine.passes.report import num_parameters
 
         return num_parameters(self.graph)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Of everything that is loaded; rope tables, which depend on the context, are workspace."""
-        from lean_engine.ir.sources import RopeTable
-
-        if self.stored is not None:
-            return self.stored.held_bytes
-        loaded = [p.value for p in self.lowered.parameters if not isinstance(p.source, RopeTable)]
-        if self.engine.quantization is None:
-            return sum(value.type.num_bytes({}) for value in loaded)
-        return sum(int8_bytes(value) for value in loaded)
-
-    @property
-    def weights_type(self) -> str:
-        if self.stored is not None:
-            return self.stored.description
-        return self.dtype if self.engine.quantization is None else self.engine.quantization
-
-    @property
-    def kv_cache_dtype(self) -> str:
-        return self.dtype if self.engine.kv_cache_dtype == "auto" else self.engine.kv_cache_dtype
 
     def kv_block_bytes(self, block_size: int) -> int:
         from lean_engine.dtypes import dtype
@@ -89,32 +71,48 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """A GGUF file's weights."""
+class HeldWeights:
+    """A model's weights as they are stored, and as the CPU device keeps them."""
 
     file_bytes: int
-    held_bytes: int  # by the CPU device, padding included
-    types: tuple[str, ...]
+    held_bytes: Mapping[str, int]  # of each parameter but the rope tables, by name; padding included
+    types: tuple[str, ...]  # stored
 
     @property
-    def description(self) -> str:
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(self.held_bytes.values())
+
+    @property
+    def stored_type(self) -> str:
         return f"stored: {', '.join(self.types)}"
 
 
-def stored_weights(model: str, engine: EngineConfig, parameters: Sequence[Parameter]) -> StoredWeights:
-    """From the header of the file; the CPU's kernels, which know how blocks are packed, are compiled if need be."""
-    from lean_engine.engine.cpu_device import make_cpu_device
+def held_weights(store: Checkpoint, parameters: Sequence[Parameter], device: Device) -> HeldWeights:
+    """No tensor is read. store: one that knows how each is stored."""
+    from lean_engine.ir.sources import RopeTable
     from lean_engine.runtime.weights import expected_shapes, weight_bytes
 
-    checkpoint = open_checkpoint(model, revision=engine.revision, token=engine.hf_token)
-    device = make_cpu_device(engine, progress=True)
-    try:
-        held_bytes = weight_bytes(parameters, checkpoint, device)
-    finally:
-        device.close()
-    names = expected_shapes(parameters)
-    file_bytes = sum(bytes_as_stored(shape, checkpoint.stored_type(name)) for name, shape in names.items())
-    return StoredWeights(file_bytes, held_bytes, tuple(sorted({checkpoint.stored_type(name) for name in names})))
+    shapes = expected_shapes(parameters)
+    store.expect(shapes)
+    loaded = [p for p in parameters if not isinstance(p.source, RopeTable)]
+    types = {name: store.stored_type(name) for name in shapes}
+    return HeldWeights(
+        file_bytes=sum(bytes_as_stored(shape, types[name]) for name, shape in shapes.items()),
+        held_bytes={p.value.name: weight_bytes([p], store, device) for p in loaded},
+        types=tuple(sorted(set(types.values()))),
+    )
+
+
+def weight_store(model: str, source: Checkpoint | Mapping[str, Any], engine: EngineConfig) -> Checkpoint:
+    """What knows how each tensor is stored: a GGUF file's header, else the type that the configuration names."""
+    from pathlib import Path
+
+    from lean_engine.checkpoint.dummy import DummyCheckpoint
+
+    if not isinstance(source, Checkpoint):
+        return DummyCheckpoint(dict(source), {}, Path(), model)
+    return open_checkpoint(model, revision=engine.revision, token=engine.hf_token) if is_gguf(source) else source
 
 
 def bytes_as_stored(shape: Sequence[int], stored_type: str) -> int:
@@ -146,30 +144,87 @@ def footprint_of(model: str, engine: EngineConfig, dtype: str, is_cpu: bool) -> 
     """Compile a model from its configuration.
 
     Args:
-        is_cpu: the device is this machine's CPU, not some GPU.
+        dtype: as EngineConfig.dtype.
+        is_cpu: the device is this machine's CPU, whose kernels are compiled if need be; not some GPU.
 
     Raises:
         CheckpointError, ConfigError: there is no model of this name, or its configuration cannot be honoured.
     """
     from lean_engine import models
+    from lean_engine.engine.cpu_device import make_cpu_device
+    from lean_engine.engine.cuda_device import cuda_dtype
+
+    source = config_source(model, engine)
+    config = models.configure(source.config if isinstance(source, Checkpoint) else source)
+    options = replace(engine, dtype=dtype)
+    if not is_cpu:
+        return on_gpu(model, config, engine, cuda_dtype(options, config))
+    device = make_cpu_device(options, progress=True)
+    try:
+        return on_cpu(model, config, options, weight_store(model, source, engine), device)
+    finally:
+        device.close()
+
+
+def on_gpu(model: str, config: ModelConfig, engine: EngineConfig, element_type: str) -> Footprint:
+    from lean_engine.ir.sources import RopeTable
+
+    compiled = compile_largest_step(config, engine, element_type, lambda launch, dims: 0)
+    loaded = [p.value for p in compiled["lowered"].parameters if not isinstance(p.source, RopeTable)]
+    count = int8_bytes if engine.quantization else lambda value: value.type.num_bytes({})
+    return Footprint(
+        model=model,
+        config=config,
+        engine=engine,
+        dtype=element_type,
+        weights_bytes=sum(map(count, loaded)),
+        weights_type=engine.quantization or element_type,
+        kv_cache_dtype=element_type if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
+        **compiled,
+    )
+
+
+def on_cpu(model: str, config: ModelConfig, engine: EngineConfig, store: Checkpoint, device: Device) -> Footprint:
+    compiled = compile_largest_step(config, engine, device.compute_dtype, device.workspace_bytes)
+    held = held_weights(store, compiled["lowered"].parameters, device)
+    named = device.compute_dtype if engine.dtype == "auto" else engine.dtype
+    is_as_stored = engine.dtype == "auto" and bool(device.matrix_formats)
+    return Footprint(
+        model=model,
+        config=config,
+        engine=engine,
+        dtype=named,
+        weights_bytes=held.num_bytes,
+        weights_type=engine.quantization or (held.stored_type if is_as_stored else named),
+        kv_cache_dtype=device.kv_cache_dtype,
+        **compiled,
+    )
+
+
+class Compiled(TypedDict):
+    """Fields of Footprint."""
+
+    limit: int
+    graph: Graph
+    lowered: Lowered
+    largest_step: Mapping[str, int]
+    arena_bytes: int
+
+
+def compile_largest_step(
+    config: ModelConfig, engine: EngineConfig, element_type: str, scratch_bytes: Callable[[Launch, Dims], int]
+) -> Compiled:
+    from lean_engine import models
     from lean_engine.engine.start import max_model_len_of
     from lean_engine.passes import lower, optimize, plan_memory
     from lean_engine.scheduling.setup import largest_step, step_dims
 
-    source = config_source(model, engine)
-    config = models.configure(source.config if isinstance(source, Checkpoint) else source)
     limit = max_model_len_of(config, engine)
-    element_type = config.dtype if dtype == "auto" else dtype
-    is_kept = is_cpu and dtype == "auto" and engine.quantization is None
-    is_kept_as_stored = is_kept and isinstance(source, Checkpoint) and is_gguf(source)
-    if is_kept_as_stored:
-        element_type = "float32"
     graph = models.build(config, element_type, limit)
     lowered = lower(optimize(graph))
     largest = largest_step(engine, limit)
-    memory = plan_memory(lowered, step_dims(largest, limit, engine.block_size), lambda launch, dims: 0)
-    stored = stored_weights(model, engine, lowered.parameters) if is_kept_as_stored else None
-    return Footprint(model, config, engine, element_type, limit, graph, lowered, largest, memory.arena_bytes, stored)
+    memory = plan_memory(lowered, step_dims(largest, limit, engine.block_size), scratch_bytes)
+    return Compiled(limit=limit, graph=graph, lowered=lowered, largest_step=largest, arena_bytes=memory.arena_bytes)
 
 
 def raw_config(model: str, engine: EngineConfig) -> Mapping[str, Any]:

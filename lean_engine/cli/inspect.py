@@ -15,20 +15,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lean_engine.checkpoint import DEFAULT_MODEL, open_checkpoint
-from lean_engine.cli.footprint import is_gguf, stored_weights
+from lean_engine.cli.footprint import HeldWeights, held_weights, is_gguf, weight_store
 from lean_engine.cli.inspect_kernels import list_kernels
 from lean_engine.cli.options import Command, Option, engine_options, flag, is_given, model_argument, tokens
 from lean_engine.config import EngineConfig
 from lean_engine.units import format_bytes, plural
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lean_engine.checkpoint import Checkpoint
     from lean_engine.config import ModelConfig
     from lean_engine.ir.graph import Graph
+    from lean_engine.passes import Lowered
     from lean_engine.passes.report import Cost, Step
 
 _INDEX = re.compile(r"(layers\.|[kv]_cache\.)(\d+)")
 FLOP_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 DEFAULT_CONTEXT = 1024
+MAX_NUM_TOKENS = 2**18  # of a step: its attention is counted token by token
 MODEL_FLAGS = ("model", "num_tokens", "num_requests", "context", "full")  # what means nothing beside --kernels
 EXAMPLES = (
     "lean-engine inspect",
@@ -232,11 +237,13 @@ def inspect_model(
     ]
     count = num_parameters(before)
     size, checkpoint_size, checkpoint_type = parameter_bytes(after), count * dtype(config.dtype).num_bytes, config.dtype
+    cost = measure(after, step)
+    held = held_by_cpu(weight_store(model, checkpoint, engine), dataclasses.replace(engine, dtype="auto"), lowered)
     if is_gguf(checkpoint):
-        stored = stored_weights(model, dataclasses.replace(engine, dtype="auto"), lowered.parameters)
-        checkpoint_size, checkpoint_type = stored.file_bytes, stored.description
-        if engine.dtype == "auto":
-            size = stored.held_bytes + rope_table_bytes(after)
+        checkpoint_size, checkpoint_type = held.file_bytes, held.stored_type
+    if engine.dtype == "auto":
+        size = held.num_bytes + rope_table_bytes(after)
+        cost = dataclasses.replace(cost, weight_bytes=weights_read(after, step, held.held_bytes))
     return Report(
         model=model,
         config=config,
@@ -248,12 +255,35 @@ def inspect_model(
         checkpoint_bytes=checkpoint_size,
         checkpoint_type=checkpoint_type,
         step=step,
-        cost=measure(after, step),
+        cost=cost,
         arena_bytes=plans[0].arena_bytes,
         largest_step=largest,
         largest_arena_bytes=plans[1].arena_bytes,
         threads=num_threads,
     )
+
+
+def held_by_cpu(store: Checkpoint, engine: EngineConfig, lowered: Lowered) -> HeldWeights:
+    """As the CPU device that these options make keeps them; its kernels are compiled if need be."""
+    from lean_engine.engine.cpu_device import make_cpu_device
+
+    device = make_cpu_device(engine, progress=True)
+    try:
+        return held_weights(store, lowered.parameters, device)
+    finally:
+        device.close()
+
+
+def weights_read(graph: Graph, step: Step, held_bytes: Mapping[str, int]) -> int:
+    """Bytes of weights that a step reads of parameters that a device keeps in so many bytes."""
+    from lean_engine.passes.report import weight_bytes
+
+    total = 0
+    for parameter in graph.parameters:
+        value = parameter.value
+        read = weight_bytes(dataclasses.replace(graph, parameters=(parameter,)), step)
+        total += held_bytes.get(value.name, 0) * read // value.type.num_bytes({})
+    return total
 
 
 def rope_table_bytes(graph: Graph) -> int:
@@ -269,6 +299,9 @@ def make_step(num_tokens: int | None, num_requests: int, context: int | None, li
     tokens = num_requests if num_tokens is None else num_tokens
     if tokens < num_requests:
         raise click.UsageError(f"--num-tokens is {tokens}, must be at least --num-requests, {num_requests}")
+    if tokens > MAX_NUM_TOKENS:
+        name = "--num-requests" if num_tokens is None else "--num-tokens"
+        raise click.UsageError(f"{name} is {tokens}; a step of at most {MAX_NUM_TOKENS} tokens can be shown")
     chunk = -(-tokens // num_requests)
     length = max(chunk, min(DEFAULT_CONTEXT, limit)) if context is None else context
     if length < chunk:

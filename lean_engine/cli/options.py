@@ -64,9 +64,10 @@ class Command(click.Command):
 
 def tokens(text: str) -> int:
     """A number of tokens, written as in vLLM: 32768, 32K = 32 × 1024, 32k = 32 × 1000, 1.5k, 1M."""
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", str(text).strip(), re.ASCII)
-    count = float(match[1]) * TOKEN_UNITS[match[2]] if match is not None else 0.5
-    if not count.is_integer():
+    match = re.fullmatch(r"(-?\d{1,200})(\.\d+)?([kKmMgG]?)", str(text).strip(), re.ASCII)
+    count = 0.5 if match is None else int(match[1]) if match[2] is None else float(match[1] + match[2])
+    count *= 1 if match is None else TOKEN_UNITS[match[3]]
+    if count != int(count):
         raise click.BadParameter(
             f"{text!r} is not a number of tokens; write for example 32768, 32K (the same) or 32k (32,000)"
         )

@@ -1,8 +1,8 @@
 """`lean-engine plan`: how many requests a model can serve at once on a device of a given size, and why.
 
 Only the configuration is read, and a GGUF file's header, never a weight, and no GPU is touched. Weights, workspace and
-KV cache share what --gpu-memory-utilization grants; the KV cache gets what the others leave. A device's context, code
-and kernels' scratch have the rest. cli/footprint says what is counted, memory/capacity how requests and waste are.
+KV cache share what --gpu-memory-utilization grants; the KV cache gets what the others leave. A device's context and
+code have the rest. cli/footprint says what is counted, memory/capacity how requests and waste are.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def count(text: str) -> int:
     show_default=True,
     cls=Option,
     section="Device",
-    help="Type of weights, activations and KV cache; auto is the checkpoint's, or as this CPU keeps a GGUF file.",
+    help="Type of weights and products, as the engine's option; auto with --gpu-memory: a GPU's 16 bits for all.",
 )
 @click.option(
     "--prompt-tokens",
@@ -320,8 +320,8 @@ class Report:
             "workspace": f"{format_bytes(workspace.num_bytes)}: activations {format_bytes(workspace.arena_bytes)} of "
             f"the largest step ({largest['T']:,} tokens, {largest['B']:,} requests, {largest['R']:,} rows of logits), "
             f"rope tables {format_bytes(workspace.rope_table_bytes)}, inputs {format_bytes(workspace.input_bytes)}",
-            "KV cache": f"{format_bytes(self.pool.kv_bytes)}, {self.pool.num_usable_blocks:,} blocks of "
-            f"{plural(self.pool.block_size, 'token')}, {self.pool.num_tokens:,} tokens; "
+            "KV cache": f"{format_bytes(self.pool.kv_bytes)} as {f.kv_cache_dtype}, {self.pool.num_usable_blocks:,} "
+            f"blocks of {plural(self.pool.block_size, 'token')}, {self.pool.num_tokens:,} tokens; "
             f"{format_bytes(f.kv_block_bytes(1))} per token{self.what_is_left()}",
             "context": plural(self.max_model_len, "token") + self.why_this_context(),
             "requests": self.describe_requests(),

@@ -26,6 +26,7 @@ from lean_engine.server.openapi import describe
 from lean_engine.server.page import engine_blocks, engine_state, page
 from lean_engine.server.service import Service, json_response
 from lean_engine.server.tokens import detokenize, tokenize
+from lean_engine.units import plural
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -35,7 +36,7 @@ async def health(service: Service, http: Request) -> Response:
     client = service.client
     stuck = client.seconds_without_progress()
     if client.state != READY:
-        rest = f", {client.num_open} answers are to end first" if client.state == DRAINING else ""
+        rest = f", {plural(client.num_open, 'answer')} to end first" if client.state == DRAINING else ""
         raise RequestError(f"not ready: {client.state}{rest}", status=503)
     if stuck > service.config.watchdog_timeout:
         raise RequestError(f"no step was completed for {stuck:.0f} s", status=503)

@@ -19,6 +19,7 @@ from lean_engine.errors import RequestError
 from lean_engine.sampling.constraints import RequestFault
 from lean_engine.scheduling.statistics import StepStats
 from lean_engine.server.errors import ClientGone
+from lean_engine.units import plural
 
 T = TypeVar("T")
 LOADING, READY, DRAINING, STOPPED, FAILED = "loading", "ready", "draining", "stopped", "failed"
@@ -111,7 +112,7 @@ class EngineClient:
             if will_wait > self._max_queued:
                 self.num_rejected += 1
                 raise RequestError(
-                    f"{waiting} answers are waiting for their turn and at most {self._max_queued} may; try again later",
+                    f"{plural(waiting, 'answer')} in the queue, at most {self._max_queued} may wait; try again later",
                     status=429,
                 )
         self.num_open += num_answers

@@ -35,6 +35,7 @@ from lean_engine.server.metrics import Metrics
 from lean_engine.server.model import LoadedModel
 from lean_engine.server.service import Service
 from lean_engine.server.statistics import log_statistics
+from lean_engine.units import plural
 
 log = logging.getLogger("lean_engine")
 
@@ -211,7 +212,7 @@ class HttpServer:
         client, timeout = self.service.client, self.config.shutdown_timeout
         deadline = time.monotonic() + timeout
         if client.num_open:
-            log.info("ending %d answers, for at most %g s", client.num_open, timeout)
+            log.info("ending %s, for at most %g s", plural(client.num_open, "answer"), timeout)
         while client.num_open and client.state == DRAINING and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_TICK_SECONDS)
         if client.state == DRAINING:

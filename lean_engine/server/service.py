@@ -24,7 +24,7 @@ from lean_engine.server.protocol import GenerationRequest
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-SMALL_BODY_BYTES = 2**16  # decoded on the event loop: less than a millisecond
+SMALL_BODY_BYTES = 2**16  # decoded on the event loop: as a rule in less than a millisecond
 NUM_TEXT_THREADS = 2  # templates and tokenising; more would only contend for the interpreter
 
 

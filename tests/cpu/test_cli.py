@@ -182,16 +182,33 @@ def test_engine_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1M", 2**20), ("1.5k", 1500), (" 2 ", 2), ("-1", -1)],
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1M", 2**20),
+        ("1.5k", 1500),
+        (" 2 ", 2),
+        ("-1", -1),
+        ("9" * 20, 10**20 - 1),
+    ],
 )
 def test_numbers_of_tokens_are_read_as_in_vllm(text: str, expected: int) -> None:
     assert options.tokens(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "k", "32x", "32KiB", "1.5", "0x10", "1e3", "٣"])
+@pytest.mark.parametrize("text", ["", "k", "32x", "32KiB", "1.5", "0x10", "1e3", "٣", "9" * 5000])
 def test_what_is_no_number_of_tokens_is_quoted(text: str) -> None:
     with pytest.raises(click.BadParameter, match=re.escape(repr(text))):
         options.tokens(text)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_line_that_says_what_could_not_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "lean_engine", "plan", "llama-3.1-8b", "--gpu-memory", "24GiB"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "Error: standard input or output: No space left on device\n")
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

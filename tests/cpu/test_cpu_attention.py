@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_running import KernelRun
+from kernel_running import KernelRun, check_one_capture
 from meaning import assert_close
 from numpy.typing import NDArray
 
@@ -254,13 +254,7 @@ def test_one_capture_serves_other_lengths_and_tables(any_device: CpuDevice) -> N
     """The same numbers of tokens, requests and blocks, everything else different."""
     first = Batch([(3, 1), (0, 5), (9, 2)], max_blocks=6)
     second = Batch([(1, 5), (12, 2), (2, 1)], max_blocks=6, seed=1)
-    run = KernelRun(any_device, "paged_attention", first.inputs(), first.attrs)
-    for batch in (first, second, first):
-        for held, array in zip(run.inputs, batch.inputs(), strict=True):
-            held[...] = array
-        (expected,) = run.expected()
-        run.replay()
-        assert_close(run.outputs[0], expected, 5e-6)
+    check_one_capture(any_device, "paged_attention", [first.inputs(), second.inputs()], first.attrs, 5e-6)
 
 
 requests_strategy = st.lists(

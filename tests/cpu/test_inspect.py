@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 from test_gguf_model import Original
-from test_plan import bytes_held
+from test_plan import bytes_held, held_bytes
 from tiny import NAMES, directory, optimized, plain
 
 from lean_engine.checkpoint import open_checkpoint
@@ -52,6 +52,22 @@ def test_weights_of_a_gguf_file_are_counted_as_stored_and_as_the_cpu_holds_them(
         found["parameter_bytes"] == sum(bytes_held(path, found["max_model_len"])) < plain_weights["parameter_bytes"] / 2
     )
     assert "as stored: float32, q8_0" in inspect(capsys, path)
+
+
+def test_weights_that_stay_packed_are_read_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        compiled_kernels(progress=False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    path = str(Original(LLAMA).write(tmp_path / "model.gguf", Type.Q8_0))
+    for num_tokens in ("1", "4"):
+        found, wide = (
+            figures(capsys, path, "--num-tokens", num_tokens, *options) for options in ([], ["--dtype", "float32"])
+        )
+        held, _ = bytes_held(path, found["max_model_len"])
+        row = 64 // 32 * 34  # of the embedding, which is also the head
+        assert found["cost"]["weight_bytes"] == held + int(num_tokens) * row
+        assert wide["cost"]["weight_bytes"] > 3 * found["cost"]["weight_bytes"]
 
 
 # --- the costs
@@ -151,7 +167,7 @@ def test_arena_of_the_largest_step_is_the_engine_s(kernels: str, capsys: pytest.
         program = llm.engine.runner.program
         assert found["largest_arena_bytes"] == program.plan.arena_bytes
         assert found["largest_step"] == {name: program.max_dims[name] for name in ("T", "B", "R")}
-        assert found["parameter_bytes"] == sum(p.value.type.num_bytes({}) for p in program.lowered.parameters)
+        assert found["parameter_bytes"] == held_bytes(program)
     assert found["arena_bytes"] < found["largest_arena_bytes"]
     assert found["threads"] == 1
 
@@ -191,6 +207,8 @@ def test_no_weight_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         (["--num-tokens", "1", "--num-requests", "2"], "--num-tokens is 1, must be at least --num-requests, 2"),
         (["--num-requests", "0"], "'--num-requests': 0 is not in the range"),
+        (["--num-requests", "99999999999"], "--num-requests is 99999999999; a step of at most 262144 tokens can be"),
+        (["--num-tokens", "8M", "--num-requests", "65536"], "--num-tokens is 8388608; a step of at most 262144"),
         (["--context", "257"], "--context is 257, the model's context has 256 tokens"),
         (["--num-tokens", "5", "--context", "4"], "--context is 4, but the step alone computes 5 tokens of a request"),
         (["--num-tokens", "257"], "--num-tokens per request is 257, the model's context has 256 tokens"),

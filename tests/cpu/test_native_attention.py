@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_running import KernelRun
+from kernel_running import KernelRun, check_one_capture
 from meaning import assert_close
-from native_running import MACHINES, cpu_device
+from native_running import compiled_devices, cpu_device
 from numpy.typing import NDArray
 from test_cpu_attention import DECODES, MIXED, Batch, Request
 
@@ -26,12 +25,7 @@ LONG: list[Request] = [(700, 1), (900, 3), (255, 1), (256, 1), (257, 2), (0, 80)
 CACHE_TYPES = ("float32", "bfloat16", "float16")
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(MACHINES, CACHE_TYPES)), ids="-".join)
-def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    machine, cache_type = request.param
-    device = cpu_device(machine, 2, kv_cache_dtype=cache_type)
-    yield device
-    device.close()
+device = compiled_devices(CACHE_TYPES)
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +197,7 @@ def test_one_capture_serves_other_lengths_and_tables(native: Any) -> None:
     """The same numbers of tokens, requests and blocks, everything else different."""
     first = Batch([(3, 1), (0, 5), (600, 2)], max_blocks=160)
     second = Batch([(1, 5), (12, 2), (530, 1)], max_blocks=160, seed=1)
-    run = KernelRun(native, "paged_attention", first.inputs(), first.attrs)
-    for batch in (first, second, first):
-        for held, array in zip(run.inputs, batch.inputs(), strict=True):
-            held[...] = array
-        (expected,) = run.expected()
-        run.replay()
-        assert_close(run.outputs[0], expected, 5e-6)
+    check_one_capture(native, "paged_attention", [first.inputs(), second.inputs()], first.attrs, 5e-6)
 
 
 def test_heads_too_large_are_refused(native: Any) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from kernel_running import KernelRun
 from meaning import assert_close
-from native_running import MACHINES, cpu_device
+from native_running import compiled_devices
 from numpy.typing import NDArray
 
 from lean_engine.dtypes import numpy_dtype
@@ -21,12 +19,7 @@ CACHE_TYPES = ("float32", "bfloat16", "float16")
 ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8 + 1e-6, "float16": 2.0**-11 + 1e-6}
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(MACHINES, CACHE_TYPES)), ids="-".join)
-def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    machine, cache_type = request.param
-    device = cpu_device(machine, 2, kv_cache_dtype=cache_type)
-    yield device
-    device.close()
+device = compiled_devices(CACHE_TYPES)
 
 
 def normal(*shape: int, seed: int = 0) -> Array:

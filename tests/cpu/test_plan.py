@@ -24,6 +24,7 @@ from lean_engine.llm import LLM
 from lean_engine.models.presets import PRESETS
 from lean_engine.passes import plan_memory
 from lean_engine.passes.report import num_parameters
+from lean_engine.runtime.program import Program
 from lean_engine.runtime.weights import load_weights
 
 TINY = str(directory("llama-gqa-tied"))  # H 64, 3 layers, 2 KV heads of 8, context 256: 96 elements of KV per token
@@ -226,6 +227,62 @@ def test_weights_workspace_and_pool_are_the_engine_s(capsys: Capture) -> None:
         assert found["workspace"]["arena_bytes"] == without_scratch.arena_bytes < program.plan.arena_bytes
         caches = sum(value.type.num_bytes({"N": 1, "S": 4}) for value in program.lowered.caches)
         assert found["kv_bytes_per_token"] * 4 == caches
+
+
+def held_bytes(program: Program) -> int:
+    """What its parameters take, rope tables included."""
+    return sum(program._fixed[p.value.name].nbytes for p in program.lowered.parameters)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "float16"},
+        {"quantization": "int8"},
+        {"quantization": "int8", "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_on_this_machine_every_figure_is_that_of_its_cpu(options: dict[str, Any], capsys: Capture) -> None:
+    try:
+        compiled_kernels(progress=False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    flags = [text for name, value in (sizes | options).items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    found = figures(capsys, TINY, *flags)
+    with LLM(TINY, device="cpu", **sizes, **options) as llm:
+        program = llm.engine.runner.program
+        device = program.device
+        assert found["kv_cache_dtype"] == device.kv_cache_dtype
+        in_blocks = sum(array.nbytes for array in program.caches.values()) // program.max_dims["N"]
+        assert found["kv_bytes_per_token"] * 16 == in_blocks
+        assert found["weights_bytes"] + found["workspace"]["rope_table_bytes"] == held_bytes(program)
+        assert found["workspace"]["arena_bytes"] == program.plan.arena_bytes
+    assert f" as {device.kv_cache_dtype}, " in plan(capsys, TINY, *flags)
+
+
+def test_without_a_compiler_the_cpu_widens_weights(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def none(progress: bool) -> Path:
+        raise ConfigError("there is no compiler")
+
+    monkeypatch.setattr("lean_engine.engine.cpu_device.compiled_kernels", none)
+    found = figures(capsys, TINY)
+    assert found["weights_bytes"] == 4 * found["num_parameters"]
+    assert "no compiler" in fail(capsys, 2, TINY, "--dtype", "bfloat16")
+
+
+def test_a_gpu_gets_16_bits_of_a_float32_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    config = json.loads((directory("llama-gqa-tied") / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    found = figures(capsys, str(tmp_path), "--gpu-memory", "1GiB")
+    assert (found["dtype"], found["weights_bytes"]) == ("bfloat16", 2 * found["num_parameters"])
+    assert figures(capsys, str(tmp_path))["kv_cache_dtype"] == "float32"
 
 
 def test_an_open_context_is_fitted_to_the_pool(capsys: Capture) -> None:

@@ -63,11 +63,11 @@ def test_a_penalty_of_any_size_that_does_not_overflow_is_served(live: Live) -> N
 
 def test_a_contradiction_that_comes_up_later_names_the_constraints(live: Live) -> None:
     y = id_of(live, "y")  # the form wants an e behind it
-    body = {"structured_outputs": {"regex": "yyyyes"}, "allowed_token_ids": [y], "max_tokens": 20, "temperature": 0}
+    body = {"structured_outputs": {"regex": "y{60}es"}, "allowed_token_ids": [y], "max_tokens": 80, "temperature": 0}
     said = "no token can be chosen: structured_outputs and allowed_token_ids leave none"
     assert said in outcome(live, body, stream=False)["message"]
     *some, error, done = live.events("/v1/completions", {"prompt": "hello", **body})
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in some) == "yyyy"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in some) == "y" * 60
     assert json.loads(error)["error"]["code"] == 400
     assert said in json.loads(error)["error"]["message"]
     assert done == "[DONE]"

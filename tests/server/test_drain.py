@@ -61,7 +61,7 @@ def test_while_answers_end_health_and_new_work_get_503(launch: Launch) -> None:
         assert headers["connection"] == "close"
         assert int(headers["retry-after"]) > 0
         if path == "/health":
-            assert json.loads(body)["error"]["message"] == "not ready: draining, 2 answers are to end first"
+            assert json.loads(body)["error"]["message"] == "not ready: draining, 2 answers to end first"
         connection.close()
     status, body, headers = ask(connect(server), "/metrics")
     assert (status, headers["connection"]) == (200, "close")

@@ -1,9 +1,14 @@
 """What is wrong with a body is a 400 that names the field; nothing of it reaches the engine."""
 
+import time
 from typing import Any
 
 import pytest
 from live_server import Live
+
+from lean_engine.errors import RequestError
+from lean_engine.server.bodies import decode
+from lean_engine.server.protocol import CompletionRequest, DetokenizeRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
@@ -123,6 +128,44 @@ def test_what_json_does_not_know_is_refused(live: Live, path: str, literal: str,
 )
 def test_garbage_bodies(live: Live, path: str, body: bytes) -> None:
     refusal(live, path, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"prompt": "a", "max_tokens": 1, "prompt": "b"}', "prompt"),
+        ('{"prompt": "a", "max_tokens": 1, "max_tok\\u0065ns": 1}', "max_tokens"),
+        ('{"prompt": "a", "unheard_of": null, "unheard_of": null}', "unheard_of"),
+        ('{"prompt": "a", "logit_bias": {"1": 1, "2": 1, "1": 2}}', "logit_bias.1"),
+        (
+            '{"prompt": "a", "metadata": {"x": %s, "a": [{}, {"b": {"c": 1, "c": 1e3}}]}}' % ("9" * 300),
+            "metadata.a[1].b.c",
+        ),
+    ],
+)
+def test_a_key_that_stands_twice_is_named(live: Live, body: str, param: str) -> None:
+    error = refusal(live, "/v1/completions", body.encode())
+    assert (error["param"], error["message"]) == (param, f"{param} is given twice; should be given once")
+
+
+def test_a_key_that_a_message_has_twice_is_named(live: Live) -> None:
+    body = b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "role": "assistant"}]}'
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert refusal(live, path, body)["param"] == "messages[1].role"
+
+
+def test_many_keys_of_which_one_stands_twice_are_found_in_linear_time() -> None:
+    keys = ", ".join(f'"k{n}": 1' for n in range(80_000))
+    body = f'{{"prompt": "a", "metadata": {{{keys}, "k79999": 2}}}}'.encode()
+    began = time.monotonic()
+    with pytest.raises(RequestError, match=r"metadata\.k79999 is given twice"):
+        decode(body, CompletionRequest)
+    assert time.monotonic() - began < 5
+
+
+def test_a_very_large_body_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lean_engine.server.bodies.json.loads", lambda *_, **__: pytest.fail("it was searched"))
+    assert len(decode(b'{"tokens": [%b1]}' % (b"1," * 2**19), DetokenizeRequest).tokens) == 2**19 + 1
 
 
 @pytest.mark.parametrize("depth", [500, 990, 1100, 50_000])

@@ -166,6 +166,11 @@ def test_what_is_wrong_in_the_file_is_named(
     assert said in failure(capsys, "--config", str(path))
 
 
+def test_a_file_that_is_not_there_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "no.yaml"
+    assert f"--config {path}: cannot be read: No such file or directory\n" in failure(capsys, "--config", str(path))
+
+
 @pytest.mark.parametrize("name", ["host", "port"])
 @pytest.mark.parametrize("source", ["flag", "environment", "file"])
 def test_a_unix_socket_beside_an_address_is_refused(
