@@ -78,6 +78,14 @@ INLINE int64_t digits_row_bytes(int64_t depth) { return ((depth + 255) / 256 * 1
 void multiply_digits(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
         const rows_out *out);
 
+#define AHEAD 2048  // bytes of weights that are asked for before they are needed
+
+// From a place up to `end` of `bytes` of weights of each of some panels: how far on those lie that come AHEAD bytes
+// later, in the next panels where these end.
+INLINE int64_t ahead_of(const matrix *w, int64_t panels, int64_t end, int64_t bytes) {
+    return AHEAD + (end + AHEAD <= bytes ? 0 : (panels - 1) * w->panel_bytes);
+}
+
 // Weights of a panel as a float32 tile: units [first_unit, first_unit + count), [32 * count][16].
 void expand_panel(const matrix *w, int64_t index, int64_t first_unit, int64_t count, float *tile);
 

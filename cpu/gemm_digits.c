@@ -134,7 +134,6 @@ INLINE vecf add_segment(int format, vecf total, const __m512i sums[NUM_DIGITS], 
 // ---- few rows
 
 #define MAX_ROWS 4
-#define AHEAD 2048  // bytes of weights that are asked for before they are needed
 #define PANELS 4    // at once: read evenly they come faster than one after the other
 
 // The four neighbours of `quad` of a segment as bytes from 0.
@@ -192,8 +191,7 @@ INLINE void few(int format, int R, const matrix *w, int64_t index, int64_t count
         for (int r = 0; r < R; r++) at[r] = x[r] + s / per_group;
         const int64_t left = quads - s * length / 4;
         const int some = (int)(left < length / 4 ? left : length / 4), within = (int)(s % per_group);
-        const int is_near = (s + 1) * length / UNIT * weight_bytes(format) + AHEAD <= bytes;
-        const int64_t ahead = AHEAD + (is_near ? 0 : (PANELS - 1) * w->panel_bytes);  // else it is in the next panels
+        const int64_t ahead = ahead_of(w, PANELS, (s + 1) * length / UNIT * weight_bytes(format), bytes);
         for (int q = 0; q < PANELS; q++) {
             if (length == GROUP) add_products(format, R, &p[q], s, 0, some, ahead, at, 0, totals[q]);
             else if (length == UNIT) add_products(format, R, &p[q], s, 0, QUADS, ahead, at, 2 * within, totals[q]);
@@ -282,18 +280,10 @@ INLINE void prepare(int format, const matrix *w, const panel *p, int64_t k, chun
 }
 
 // Tiles 0 to 2 hold sums, 3 to 5 digits of x, 6 weights, of up to STEP elements.
-static void configure(int64_t step) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config __attribute__((aligned(64))) = {.palette = 1};
-    for (int i = 0; i < 7; i++) {
-        config.row_bytes[i] = (uint16_t)(i < 3 || i == 6 ? 64 : step);
-        config.rows[i] = (uint8_t)(i == 6 ? step / 4 : BLOCK);
-    }
-    __asm__ volatile("" : : "r"(&config) : "memory");
-    _tile_loadconfig(&config);
+static void configure(int step) {
+    const uint16_t x = (uint16_t)step, row_bytes[8] = {64, 64, 64, x, x, x, 64, 64};
+    const uint8_t rows[8] = {BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, (uint8_t)(step / 4), BLOCK};
+    set_tile_shapes(row_bytes, rows);
 }
 
 typedef struct {

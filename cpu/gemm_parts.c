@@ -15,7 +15,6 @@
 #define PARTS_OF_X 3
 #define PARTS_OF(format) ((format) == FLOAT16 ? 2 : 1)
 #define CHUNK_UNITS(format) (PREPARED_BYTES / TILE_BYTES / PARTS_OF(format))  // that are summed in one chain
-#define AHEAD 2048  // bytes of weights that are asked for before they are needed
 
 typedef struct {
     const float *x;        // [num_rows, depth], rows `stride` apart
@@ -141,8 +140,7 @@ INLINE void few(int format, const matrix *w, int64_t index, int64_t count, const
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
-            const int is_near = (u + 1) * bytes + AHEAD <= units * bytes;  // else it is in the next group
-            const int64_t ahead = AHEAD + (is_near ? 0 : (GROUP - 1) * w->panel_bytes);
+            const int64_t ahead = ahead_of(w, GROUP, (u + 1) * bytes, units * bytes);
             PREPARE(0)
             if (u > first) { MULTIPLY(3) }  // of the unit before
             _tile_loadd(4, x, row_bytes);
@@ -241,8 +239,7 @@ INLINE void single(int format, int P, const matrix *w, int64_t index, int64_t co
                 const __m256i half = _mm256_loadu_si256((const __m256i *)x + i);
                 vstore(parts[0] + 16 * i, (vecf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
             }
-            const int is_near = (u + 1) * bytes + AHEAD <= units * bytes;  // else it is in the next group
-            const int64_t ahead = AHEAD + (is_near ? 0 : (P - 1) * w->panel_bytes);
+            const int64_t ahead = ahead_of(w, P, (u + 1) * bytes, units * bytes);
             const float(*rows)[UNIT] = (const float(*)[UNIT])parts;
             if (count == P) {
                 add_unit(format, P, unit, w->panel_bytes, ahead, rows, sums);

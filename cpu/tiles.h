@@ -1,4 +1,4 @@
-// AMX tiles of bfloat16: whether there are any, and their shapes.
+// AMX tiles: whether there are any, and their shapes.
 
 #ifndef LEAN_TILES_H
 #define LEAN_TILES_H
@@ -21,19 +21,30 @@ INLINE int has_tiles(void) {
 
 #define MAX_TILE_ROWS 16
 
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+// Of tiles 0 to 7.
+INLINE void set_tile_shapes(const uint16_t *row_bytes, const uint8_t *rows) {
+    tile_shapes shapes __attribute__((aligned(64))) = {.palette = 1};
+    memcpy(shapes.row_bytes, row_bytes, 8 * sizeof *row_bytes);
+    memcpy(shapes.rows, rows, 8 * sizeof *rows);
+    __asm__ volatile("" : : "r"(&shapes) : "memory");  // gcc thinks that only the first bytes are read
+    _tile_loadconfig(&shapes);
+}
+
 // Tiles are 16 rows of 64 bytes, but those whose bits are set in `shorter` have `rows` where that is less.
 INLINE void configure_tiles(int64_t rows, int shorter) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config __attribute__((aligned(64))) = {.palette = 1};
+    uint16_t row_bytes[8];
+    uint8_t num_rows[8];
     for (int i = 0; i < 8; i++) {
-        config.row_bytes[i] = 64;
-        config.rows[i] = (uint8_t)(shorter >> i & 1 && rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS);
+        row_bytes[i] = 64;
+        num_rows[i] = (uint8_t)(shorter >> i & 1 && rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS);
     }
-    __asm__ volatile("" : : "r"(&config) : "memory");  // gcc thinks that only the first bytes are read
-    _tile_loadconfig(&config);
+    set_tile_shapes(row_bytes, num_rows);
 }
 #endif
 
