@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from kernel_running import KernelRun
 from meaning import assert_close
-from native_running import MACHINES, cpu_device
+from native_running import compiled_devices, cpu_device
 from numpy.typing import NDArray
 
 from lean_engine.ir import reference
@@ -18,11 +17,7 @@ from lean_engine.runtime.cpu.native.launches import Precision
 Array = NDArray[Any]
 
 
-@pytest.fixture(scope="module", params=MACHINES)
-def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    device = cpu_device(request.param, 2)
-    yield device
-    device.close()
+device = compiled_devices()
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
