@@ -21,6 +21,7 @@ from lean_engine.errors import RequestError
 from lean_engine.text.parts import TokenizerParts
 from lean_engine.text.spelling import read_spelling
 
+PART_IDS = 2**16  # joined at once: other threads run between two parts
 LONG_TEXT = 1024  # characters: a shorter one holds the interpreter for less than a millisecond
 
 
@@ -96,14 +97,18 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of some token ids; bytes that are not UTF-8 become U+FFFD. RequestError for an unknown id."""
         ids = list(ids)
-        for token_id in ids:
-            if token_id not in self._bytes and self._token(token_id) is None:
-                raise RequestError(
-                    f"token id {token_id} is not in the vocabulary; should be 0 to {self.vocab_size - 1}",
-                    param="tokens",
-                )
+        distinct = set(ids)
+        unknown = {i for i in distinct if i not in self._bytes and self._token(i) is None}
+        if unknown:
+            raise RequestError(
+                f"token id {next(i for i in ids if i in unknown)} is not in the vocabulary; should be 0 to "
+                f"{self.vocab_size - 1}",
+                param="tokens",
+            )
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        joined = b"".join(self.token_bytes(token_id) for token_id in ids if token_id not in skipped)
+        bytes_of = {token_id: b"" if token_id in skipped else self.token_bytes(token_id) for token_id in distinct}
+        parts = (ids[start : start + PART_IDS] for start in range(0, len(ids), PART_IDS))
+        joined = b"".join(b"".join(map(bytes_of.__getitem__, part)) for part in parts)
         text, _ = self.spelling.strip_leading(joined, self.spelling.max_leading)
         return text.decode("utf-8", errors="replace")
 

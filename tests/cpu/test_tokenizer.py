@@ -130,6 +130,17 @@ def test_id_that_only_the_model_has_is_empty_text_but_no_id_to_decode() -> None:
             tokenizer.decode([1, token_id])
 
 
+def test_ids_are_joined_in_parts_and_the_first_unknown_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lean_engine.text.tokenizer.PART_IDS", 3)
+    tokenizer = tokenizer_of(BYTE_LEVEL)
+    text = "naïve café 文 and more"  # characters of several tokens lie across the parts
+    for end in range(1, 8):
+        ids = tokenizer.encode(text[:end] * 4)
+        assert tokenizer.decode(ids) == text[:end] * 4
+    with pytest.raises(RequestError, match="token id 700 is not"):
+        tokenizer.decode([1, 2, 700, 600, 1, 700])
+
+
 def test_special_tokens_are_named_numbered_and_skipped() -> None:
     tokenizer = tokenizer_of(LLAMA2)
     assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|bos|>", BOS)
