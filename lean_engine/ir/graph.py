@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from lean_engine import dtypes
@@ -106,6 +107,7 @@ def evaluate(dim: Dim, dims: Dims) -> int:
     return dims[letter] + int(offset or 0)
 
 
+@cache
 def is_dim(dim: object) -> bool:
     """Whether dim is a positive int or a known letter, with or without an offset."""
     if isinstance(dim, int):

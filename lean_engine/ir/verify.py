@@ -37,21 +37,24 @@ def verify(graph: Graph, stage: str) -> Graph:
 
 
 def verify_op(op: Op, defined: set[str], stale: set[str], stage: str) -> None:
-    label = f"{op.kind} → {', '.join(v.name for v in op.outputs)}"
     for value in op.inputs:
         if value.name not in defined:
-            fail(stage, 2, f"{label} reads {value.name} before it is defined")
+            fail(stage, 2, f"{label(op)} reads {value.name} before it is defined")
         if value.name in stale:
-            fail(stage, 5, f"{label} reads {value.name}, which an earlier op has updated")
+            fail(stage, 5, f"{label(op)} reads {value.name}, which an earlier op has updated")
     try:
         types = infer_types(op.kind, tuple(v.type for v in op.inputs), op.attrs)
     except VerifyError as error:
         fail(stage, 3, str(error))
     if types != tuple(v.type for v in op.outputs):
-        fail(stage, 4, f"{label}: declared {[v.type for v in op.outputs]}, inferred {list(types)}")
+        fail(stage, 4, f"{label(op)}: declared {[v.type for v in op.outputs]}, inferred {list(types)}")
     stale.update(op.inputs[i].name for i in OPS[op.kind].aliases.values())
     for value in op.outputs:
         define(value, defined, stage)
+
+
+def label(op: Op) -> str:
+    return f"{op.kind} → {', '.join(v.name for v in op.outputs)}"
 
 
 def define(value: Value, defined: set[str], stage: str) -> None:

@@ -22,12 +22,14 @@ def hoist_gather(graph: Graph) -> Graph:
 
 def hoist_one(graph: Graph) -> Graph | None:
     """Move gathers above one producer: the first whose every reader gathers the same rows. None: there is none."""
-    users = graph.users()
+    gathered = {op.inputs[0].name for op in graph.ops if op.kind == "gather_rows"}
     outputs = {v.name for v in graph.outputs}
     for producer in reversed(graph.ops):
         if not OPS[producer.kind].row_inputs or any(v.name in outputs for v in producer.outputs):
             continue
-        gathers = [op for v in producer.outputs for op in users.get(v.name, [])]
+        if not any(v.name in gathered for v in producer.outputs):
+            continue
+        gathers = [op for v in producer.outputs for op in graph.ops if v in op.inputs]
         if not gathers or not all(op.kind == "gather_rows" and op.inputs[1] == gathers[0].inputs[1] for op in gathers):
             continue
         if len({op.inputs[0].name for op in gathers}) == len(gathers):  # two names for the same rows stay two gathers

@@ -8,6 +8,7 @@ overlap; it runs whenever a plan is made.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,14 +121,16 @@ def check_plan(lowered: Lowered, plan: Plan, workspace: Workspace) -> None:
     Raises VerifyError naming the launch and both values. Shares no code with the planner's lifetimes.
     """
     holders: dict[str, tuple[int, int]] = {}  # live value → byte range
+    num_readers = Counter(v.name for launch in lowered.launches for v in {*launch.inputs})  # launches still to come
+    num_readers.update(v.name for v in lowered.outputs)
     for index, launch in enumerate(lowered.launches):
-        still_read = {v.name for later in lowered.launches[index + 1 :] for v in later.inputs}
-        still_read |= {v.name for v in lowered.outputs}
+        num_readers.subtract(v.name for v in {*launch.inputs})
         for value in launch.inputs:
             if value.name in plan.slots and value.name not in holders:
                 raise VerifyError(f"plan: {launch.kernel} #{index} reads {value.name}, which is not in the arena")
         written = {v.name: v.type.num_bytes(plan.dims) for i, v in enumerate(launch.outputs) if i not in launch.aliases}
         inplace = {launch.outputs[o].name: launch.inputs[i].name for o, i in launch.inplace.items()}
+        still_read = {name for name in (*holders, *written) if num_readers[name]}
         check_launch(plan, launch, index, written, inplace, holders, still_read, workspace(launch, plan.dims))
         holders = {name: span for name, span in holders.items() if name in still_read}
         for name, num_bytes in written.items():

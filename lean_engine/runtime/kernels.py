@@ -132,6 +132,8 @@ class Kernel:
 
     def _check_products(self, param: Param, array: Operand, letters: Mapping[str, int]) -> None:
         for dim, size in zip(param.shape, array.shape, strict=True):
+            if "*" not in dim and not dim.isdigit():
+                continue  # a letter, which _check_shape has compared
             factors = dim.split("*")
             wanted = math.prod(int(f) if f.isdigit() else letters[f] for f in factors)
             if size != wanted:
