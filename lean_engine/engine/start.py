@@ -32,6 +32,7 @@ from lean_engine.runtime.device import Device
 from lean_engine.runtime.program import Program
 from lean_engine.runtime.weights import expected_shapes, load_weights, weight_bytes
 from lean_engine.scheduling.setup import largest_step, make_scheduler, step_dims
+from lean_engine.text.lazy_tokenizer import open_tokenizer
 from lean_engine.text.tokenizer import Tokenizer
 from lean_engine.units import format_bytes
 
@@ -84,7 +85,7 @@ def start_engine(
         model, revision=config.revision, token=config.hf_token, load_format=config.load_format, progress=progress
     )
     model_config = models.configure(checkpoint.config)
-    tokenizer = load_tokenizer(checkpoint, is_optional=config.load_format == "dummy")
+    tokenizer = tokenizer_of(checkpoint, is_optional=config.load_format == "dummy")
     device = make_device(config, model_config, progress)
     try:
         return assemble(checkpoint, model_config, tokenizer, device, config, on_progress)
@@ -190,12 +191,12 @@ def compile_model(model_config: ModelConfig, device: Device, max_positions: int)
     return lower(optimize(models.build(model_config, device.compute_dtype, max_positions)))
 
 
-def load_tokenizer(checkpoint: Checkpoint, is_optional: bool) -> Tokenizer | None:
-    """The model's tokenizer; None where there is no file of one and it is optional."""
+def tokenizer_of(checkpoint: Checkpoint, is_optional: bool) -> Tokenizer | None:
+    """The model's tokenizer, built when it is needed; None where there is no file of one and it is optional."""
     source = checkpoint.tokenizer_source
     if is_optional and not isinstance(source, dict) and not (source / "tokenizer.json").exists():
         return None
-    return Tokenizer.from_gguf(source) if isinstance(source, dict) else Tokenizer.from_directory(source)
+    return open_tokenizer(source)
 
 
 def max_model_len_of(model_config: ModelConfig, config: EngineConfig) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +23,8 @@ def read_whole(path: Path) -> bytes | None:
 
 def write_whole(path: Path, body: bytes) -> None:
     """Put a whole file in place in one step."""
+    import tempfile  # most starts find their files
+
     descriptor, scratch = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -9,6 +9,7 @@ llama.cpp's src/llama-vocab.cpp; the regular expressions are those of the models
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type; the others are unused and byte
 SPACE = "\u2581"  # how SentencePiece writes a space
+MODELS = ("gpt2", "llama", "gemma4")  # values of tokenizer.ggml.model
+LLAMA_IDS = {"bos": 1, "eos": 2}  # where the model is "llama" and the file names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +119,14 @@ def load_metadata(metadata: dict[str, Any]) -> TokenizerParts:
 
     CheckpointError names the key that is missing, inconsistent, or has a value that is not known.
     """
-    model = required(metadata, "tokenizer.ggml.model", str)
+    model = model_of(metadata)
     vocabulary = read_vocabulary(metadata)
     if model == "gpt2":
         backend, adds_bos = byte_level_bpe(metadata, vocabulary)
-    elif model in ("llama", "gemma4"):
-        backend, adds_bos = sentencepiece_bpe(metadata, vocabulary), True
     else:
-        raise CheckpointError(f"GGUF: tokenizer.ggml.model {model!r} is not known; known: gpt2, llama, gemma4")
+        backend, adds_bos = sentencepiece_bpe(metadata, vocabulary), True
     add_special_tokens(backend, vocabulary)
-    bos = named_token(metadata, vocabulary, "bos", 1 if model == "llama" else None)
-    eos = named_token(metadata, vocabulary, "eos", 2 if model == "llama" else None)
+    bos, eos = (named_token(metadata, vocabulary, name) for name in ("bos", "eos"))
     has_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos and bos is not None))
     has_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     for name, is_added, token in (("bos", has_bos, bos), ("eos", has_eos, eos)):
@@ -136,18 +136,50 @@ def load_metadata(metadata: dict[str, Any]) -> TokenizerParts:
     return TokenizerParts(backend, "GGUF", bos, eos, read_templates(metadata))
 
 
-def required(metadata: dict[str, Any], key: str, kind: type) -> Any:
-    """A metadata value that must be there and be of a kind."""
+def required_list(metadata: dict[str, Any], key: str) -> Sequence[Any]:
+    """An array that must be there."""
     value = metadata.get(key)
-    if not isinstance(value, kind):
-        found = "missing" if value is None else f"a {type(value).__name__}"
-        raise CheckpointError(f"GGUF: {key} is {found}; should be a {kind.__name__}")
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise CheckpointError(f"GGUF: {key} is {kind_of(value)}; should be a list")
     return value
+
+
+def kind_of(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def model_of(metadata: dict[str, Any]) -> str:
+    """The algorithm's name; CheckpointError where it is not one of MODELS."""
+    model = metadata.get("tokenizer.ggml.model")
+    if not isinstance(model, str):
+        raise CheckpointError(f"GGUF: tokenizer.ggml.model is {kind_of(model)}; should be a str")
+    if model not in MODELS:
+        raise CheckpointError(f"GGUF: tokenizer.ggml.model {model!r} is not known; known: {', '.join(MODELS)}")
+    return model
+
+
+def pre_tokenizer_of(metadata: dict[str, Any]) -> PreTokenizer:
+    """The named pre-tokenizer; CheckpointError where it is not known."""
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise CheckpointError(f"GGUF: tokenizer.ggml.pre {name!r} is not known; known: {known}")
+    return PRE_TOKENIZERS[name]
+
+
+def find_eos_id(metadata: dict[str, Any]) -> int | None:
+    """The end-of-text id of the tokenizer that `load_metadata` would build; no string of the vocabulary is read.
+
+    CheckpointError as load_metadata, for the mistakes that show without reading the strings.
+    """
+    if model_of(metadata) == "gpt2":
+        pre_tokenizer_of(metadata)
+    return token_id_of(metadata, "eos", len(required_list(metadata, "tokenizer.ggml.tokens")))
 
 
 def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
     """Tokens with their types and scores; an empty token gets the name that llama.cpp gives it."""
-    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(required(metadata, "tokenizer.ggml.tokens", list))]
+    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(required_list(metadata, "tokenizer.ggml.tokens"))]
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     scores = metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens))
     for name, values in (("token_type", types), ("scores", scores)):
@@ -172,7 +204,7 @@ def bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -
 
 def stored_merges(metadata: dict[str, Any]) -> list[tuple[str, str]]:
     """The merges of the file, in order; the space that parts a pair is never its first character."""
-    merges = required(metadata, "tokenizer.ggml.merges", list)
+    merges = list(required_list(metadata, "tokenizer.ggml.merges"))
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
     if len(pairs) != len(merges):
         wrong = next(merge for merge in merges if " " not in merge[1:])
@@ -184,11 +216,7 @@ def byte_level_bpe(metadata: dict[str, Any], vocabulary: Vocabulary) -> tuple[to
     """GPT-2's algorithm with the named pre-tokenizer; also says whether that one adds BOS by default."""
     from tokenizers import decoders, normalizers
 
-    name = metadata.get("tokenizer.ggml.pre") or "default"
-    if name not in PRE_TOKENIZERS:
-        known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise CheckpointError(f"GGUF: tokenizer.ggml.pre {name!r} is not known; known: {known}")
-    pre = PRE_TOKENIZERS[name]
+    pre = pre_tokenizer_of(metadata)
     backend = bpe(vocabulary, stored_merges(metadata), ignore_merges=pre.ignores_merges)
     if pre.normalizes_nfc:
         backend.normalizer = normalizers.NFC()
@@ -213,7 +241,7 @@ def sentencepiece_bpe(metadata: dict[str, Any], vocabulary: Vocabulary) -> token
     if metadata["tokenizer.ggml.model"] == "gemma4":
         merges, has_prefix = stored_merges(metadata), False
     else:
-        required(metadata, "tokenizer.ggml.scores", list)
+        required_list(metadata, "tokenizer.ggml.scores")
         merges = merges_by_score(vocabulary)
         has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None)
@@ -269,16 +297,21 @@ def add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) ->
     )
 
 
-def named_token(metadata: dict[str, Any], vocabulary: Vocabulary, name: str, default: int | None) -> str | None:
+def named_token(metadata: dict[str, Any], vocabulary: Vocabulary, name: str) -> str | None:
     """The token of `tokenizer.ggml.{name}_token_id`."""
+    token_id = token_id_of(metadata, name, len(vocabulary.tokens))
+    return None if token_id is None else vocabulary.tokens[token_id]
+
+
+def token_id_of(metadata: dict[str, Any], name: str, num_tokens: int) -> int | None:
+    """The value of `tokenizer.ggml.{name}_token_id`, or the one that the algorithm takes where it is missing."""
+    default = LLAMA_IDS[name] if metadata["tokenizer.ggml.model"] == "llama" else None
     token_id: int | None = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-    if token_id is None:
-        return None
-    if not 0 <= token_id < len(vocabulary.tokens):
+    if token_id is not None and not 0 <= token_id < num_tokens:
         raise CheckpointError(
-            f"GGUF: tokenizer.ggml.{name}_token_id is {token_id}; the vocabulary has {len(vocabulary.tokens)} tokens"
+            f"GGUF: tokenizer.ggml.{name}_token_id is {token_id}; the vocabulary has {num_tokens} tokens"
         )
-    return vocabulary.tokens[token_id]
+    return token_id
 
 
 def read_templates(metadata: dict[str, Any]) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from gguf_writing import add_tensor, write_gguf
 
-from lean_engine.checkpoint.gguf_file import GgufFile
+from lean_engine.checkpoint.gguf_file import _USUAL_TYPES, GgufFile
 from lean_engine.errors import CheckpointError
 
 VALUES = np.random.default_rng(0).standard_normal((6, 256)).astype(np.float32)
@@ -53,7 +55,9 @@ def test_every_value_type_is_read(tmp_path: Path) -> None:
             writer.add_array(key, array)
 
     metadata = GgufFile(write_gguf(tmp_path / "x.gguf", fill)).metadata
-    assert {kind: metadata[f"k.{kind}"] for kind in values} == values
+    assert {kind: metadata[f"k.{kind}"] for kind in values if kind != "array"} | {
+        "array": list(metadata["k.array"])
+    } == values
     assert {key: metadata[key] for key in arrays} == arrays
     assert metadata["general.architecture"] == "llama"
 
@@ -193,3 +197,51 @@ def test_bad_alignment_is_refused(tmp_path: Path) -> None:
 def test_one_of_several_split_files_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", lambda w: w.add_uint16("split.count", 3))
     assert "is one of 3 split files" in failure(path)
+
+
+def test_usual_types_are_those_of_the_gguf_package() -> None:
+    for number, (name, *sizes) in _USUAL_TYPES.items():
+        assert Type(number).name == name
+        assert list(gguf.GGML_QUANT_SIZES[Type(number)]) == sizes
+        assert name in ("F32", "F16") or hasattr(gguf.quants, name)
+
+
+def test_rare_type_is_looked_up_in_the_gguf_package(tmp_path: Path) -> None:
+    def fill(writer: GGUFWriter) -> None:
+        for name, kind in (("rare", Type.IQ4_NL), ("none", Type.Q8_K)):
+            blocks = np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+
+    file = GgufFile(write_gguf(tmp_path / "x.gguf", fill))
+    assert (file.tensors["rare"].type_name, file.tensors["rare"].shape) == ("IQ4_NL", (2, 32))
+    file.check_loadable("rare")
+    with pytest.raises(CheckpointError, match="has the type Q8_K, which cannot be dequantised"):
+        file.check_loadable("none")
+
+
+def test_strings_of_an_array_are_read_when_asked_for(tmp_path: Path) -> None:
+    texts = ["a", "", "日本", "Ġé"]
+    path = write_gguf(tmp_path / "x.gguf", lambda w: w.add_array("k", texts))
+    found = GgufFile(path).metadata["k"]
+    assert (len(found), list(found), found[1:3], found[2], found[-1]) == (4, texts, texts[1:3], "日本", "Ġé")
+    assert "日本" in found
+    with pytest.raises(IndexError):
+        found[4]
+    content = path.read_bytes()
+    place = content.index("日本".encode())
+    path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    damaged = GgufFile(path).metadata["k"]
+    assert damaged[3] == "Ġé"
+    for read in (list, lambda strings: strings[2]):
+        with pytest.raises(CheckpointError, match=f"the string at byte {place} is not UTF-8"):
+            read(damaged)
+
+
+def test_usual_file_is_opened_without_the_gguf_package(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", lambda w: add_tensor(w, "t", VALUES, Type.Q4_1))
+    code = (
+        "import sys; from pathlib import Path; from lean_engine.checkpoint.gguf_file import GgufFile; "
+        f"file = GgufFile(Path({str(path)!r})); file.check_loadable('t'); file.stored_rows('t'); "
+        "print('gguf' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

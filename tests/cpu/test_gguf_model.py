@@ -273,7 +273,7 @@ def test_stop_ids_unite_eos_eot_and_end_of_turn_tokens(tmp_path: Path) -> None:
 
     def vocabulary(w: GGUFWriter) -> None:
         w.add_token_list(tokens)
-        w.add_token_types([3, 3, 3, 1, 1, 3])  # "<|end|>" is an ordinary token here
+        w.add_token_types([3, 3, 3, 1, 1, 3, 3])  # "<|end|>" is an ordinary token here; the last type is of no token
         w.add_eot_token_id(5)
         w.add_float32("general.sampling.temp", 0.7)
 
@@ -281,7 +281,7 @@ def test_stop_ids_unite_eos_eot_and_end_of_turn_tokens(tmp_path: Path) -> None:
     assert checkpoint.config["eos_token_id"] == 1
     assert checkpoint.generation_config == {"eos_token_id": [1, 5, 2], "temperature": 0.7}
     assert isinstance(checkpoint.tokenizer_source, dict)
-    assert checkpoint.tokenizer_source["tokenizer.ggml.tokens"] == tokens
+    assert list(checkpoint.tokenizer_source["tokenizer.ggml.tokens"]) == tokens
 
 
 def test_largest_gemma_scales_queries_by_hidden_size(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +74,8 @@ class Compiler:
         Raises:
             CompilationError: one line with the first error, and the source line it is about.
         """
+        from concurrent.futures import ThreadPoolExecutor
+
         objects = [scratch / f"{path.stem}.o" for path in sources.files]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(

@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,8 @@ def build_library(
     path = directory / f"kernels-{compiler.key(sources)}{SUFFIX}"
     if is_whole(path):
         return path
+    import tempfile
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
