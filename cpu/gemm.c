@@ -33,7 +33,7 @@ typedef struct {
     const float *bias;    // [outputs of all parts] or NULL
     float *out;           // rows out_stride apart
     int64_t num_parts, num_rows, x_stride, short_stride, out_stride, mode;  // short_stride: bytes of 16 rows
-    int64_t rows_per_task, panels_per_task;
+    int64_t rows_per_task, panels_per_task, is_by_rows;
 } gemm_args;
 ARGS_SIZE(gemm)
 
@@ -41,14 +41,17 @@ INLINE int64_t tasks_of(const matrix *w, int64_t panels_per_task) {
     return (num_panels(w->num_outputs) + panels_per_task - 1) / panels_per_task;
 }
 
-// Tasks are numbered part by part, panels by panels, block of rows by block of rows: those that share weights follow
-// each other, which finds them in the second-level cache.
+// Tasks that share weights follow each other, which finds them in the second-level cache; or, by rows, those that share
+// a block of rows of x.
 EXPORT void gemm(const void *args, int64_t task) {
     const gemm_args *a = args;
     const int64_t blocks = (a->num_rows + a->rows_per_task - 1) / a->rows_per_task;
-    const int64_t row = task % blocks * a->rows_per_task;
+    int64_t per_block = 0;
+    for (int64_t i = 0; i < a->num_parts; i++) per_block += tasks_of(&a->parts[i].w, a->panels_per_task);
+    const int64_t row = (a->is_by_rows ? task / per_block : task % blocks) * a->rows_per_task;
     const gemm_part *part = a->parts;
-    for (task /= blocks; task >= tasks_of(&part->w, a->panels_per_task); part++)
+    task = a->is_by_rows ? task % per_block : task / blocks;
+    for (; task >= tasks_of(&part->w, a->panels_per_task); part++)
         task -= tasks_of(&part->w, a->panels_per_task);
     const int64_t first = task * a->panels_per_task, left = num_panels(part->w.num_outputs) - first;
     const int64_t panels = left < a->panels_per_task ? left : a->panels_per_task;
@@ -60,7 +63,7 @@ EXPORT void gemm(const void *args, int64_t task) {
         multiply_bf16(&part->w, first, panels, (const bf16 *)short_x, rows, &out);
     } else if (a->mode == DIGITS && is_quantised((int)part->w.format)) {
         multiply_digits(&part->w, first, panels, short_x, rows, &out);
-    } else if (a->mode == PARTS && is_short((int)part->w.format)) {
+    } else if (a->mode == PARTS && !is_quantised((int)part->w.format)) {
         multiply_parts(&part->w, first, panels, short_x, rows, &out);
     } else {
         const rows_in x = {a->x + row * a->x_stride, a->x_stride, NULL, rows};

@@ -64,8 +64,8 @@ void multiply_bf16(const matrix *w, int64_t first_panel, int64_t count, const bf
 // Bytes of a row as split_rows leaves it: an odd number of cache lines, so that neighbours do not share a cache set.
 INLINE int64_t parts_row_bytes(int64_t depth) { return (3 * num_units(depth) | 1) * 64; }
 
-// The exact product of x as split_rows has left it, from any row on, and weights of 16 bits. Rows beyond
-// the last are read, up to a multiple of 16. Numbers and products below 2^-126 count as zero, and numbers below 2^-110
+// The exact product of x as split_rows has left it, from any row on, and weights that are floats. Rows beyond the last
+// are read, up to a multiple of 16. Numbers and products below 2^-126 count as zero, and numbers below 2^-110
 // lose precision, as their last part does. Infinite x or weights make their sums infinite or NaN.
 void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
         const rows_out *out);

@@ -131,8 +131,8 @@ void multiply_bf16(const matrix *w, int64_t first_panel, int64_t count, const bf
         const rows_out *out) {
     const int64_t units = num_units(w->depth);
     operands o = {.x_row = UNIT * sizeof(bf16), .x_unit = TILE_BYTES, .x_block = units * TILE_BYTES,
-                  .w_unit = TILE_BYTES, .chunk = units, .run = multiply_pairs};
-    if (w->format != BFLOAT16) o.prepare = round_panel, o.chunk = PREPARED_BYTES / TILE_BYTES;
+                  .w_unit = TILE_BYTES, .piece = units, .chain = units, .run = multiply_pairs};
+    if (w->format != BFLOAT16) o.prepare = round_panel, o.piece = PREPARED_BYTES / TILE_BYTES;
 #if defined(HAS_TILES)
     if (has_tiles()) {
         o.run = multiply_rounded;

@@ -5,46 +5,90 @@
 
 #if defined(HAS_BF16)
 
-// Two panels times all blocks of a task. Sums that need nothing more go to their place at once, whole blocks of them.
+// Two panels and all blocks of rows of a task.
+typedef struct {
+    const operands *o;
+    const matrix *w;
+    int64_t index, count;  // panels; a single one stands for both
+    const char *x;
+    int64_t rows;
+    const rows_out *out;
+    int64_t direct;                     // so many blocks need nothing more: their sums are at their place in out
+    float *sums, *own;                  // [blocks][2][16][16]: of all chains, and of one that is not the first
+    char (*prepared)[PREPARED_BYTES];  // [2], of a panel
+} task;
+
+// Where sums of blocks b and b + 1 lie: those of the first chain, and of all later, or those of another.
+INLINE void place_sums(const task *k, int64_t b, int is_own, product *t) {
+    t->sums = (is_own ? k->own : k->sums) + b * 2 * SUMS;
+    t->block_step = 2 * SUMS, t->row_step = PANEL, t->panel_step = SUMS;
+    if (b < k->direct && !is_own) {
+        t->sums = k->out->base + b * BLOCK_ROWS * k->out->stride + k->index * PANEL;
+        t->block_step = BLOCK_ROWS * k->out->stride, t->row_step = k->out->stride, t->panel_step = PANEL;
+    }
+}
+
+// Weights from unit u on for the runs: as they are stored, or prepared.
+static void place_weights(const task *k, int64_t u, product *t) {
+    const int64_t second = k->count > 1;
+    t->stored_left = (num_units(k->w->depth) - u) * weight_bytes((int)k->w->format), t->skip = k->w->panel_bytes;
+    for (int64_t p = 0; p < 2; p++) {
+        const int64_t index = k->index + p * second;
+        t->w[p] = (const char *)k->w->panels + index * k->w->panel_bytes + u * weight_bytes((int)k->w->format);
+        t->stored[p] = k->o->splits ? t->w[p] : NULL;
+        if (k->o->prepare && p <= second) k->o->prepare(k->w, index, u, t->units, (bf16 *)k->prepared[p]);
+        if (k->o->prepare) t->w[p] = k->prepared[p * second];
+        if (k->o->splits) t->w[p] = k->prepared[p];
+    }
+}
+
+// Units [u, u + t->units) of a chain that began at `first`.
+static void multiply_piece(const task *k, int64_t first, int64_t u, product *t) {
+    place_weights(k, u, t);
+    t->is_first = u == first;
+    for (int64_t b = 0; b * BLOCK_ROWS < k->rows; b += 2) {
+        const int64_t left = k->rows - b * BLOCK_ROWS;
+        t->num_blocks = left <= BLOCK_ROWS ? 1 : 2;
+        t->rows = left >= 2 * BLOCK_ROWS ? BLOCK_ROWS : (int)(left - (t->num_blocks - 1) * BLOCK_ROWS);
+        for (int i = 0; i < t->num_blocks; i++) t->x[i] = k->x + (b + i) * k->o->x_block + u * k->o->x_unit;
+        place_sums(k, b, first > 0, t);
+        t->ahead = !k->o->prepare && !k->o->splits && b == 0 ? 2 * TILE_BYTES : 0;
+        k->o->run(t);
+        t->stored[0] = t->stored[1] = NULL;  // the other blocks find them split
+    }
+}
+
+// Adds what a chain has summed to what those before it have.
+static void add_chain(const task *k) {
+    for (int64_t b = 0; b * BLOCK_ROWS < k->rows; b++) {
+        product t;
+        place_sums(k, b, 0, &t);
+        for (int64_t p = 0; p < 2; p++)
+            for (int64_t r = 0; r < BLOCK_ROWS; r++) {
+                float *place = t.sums + p * t.panel_step + r * t.row_step;
+                vstore(place, vload(place) + vload(k->own + (2 * b + p) * SUMS + r * PANEL));
+            }
+    }
+}
+
 static void multiply_two(const operands *o, const matrix *w, int64_t index, int64_t count, const char *x,
         int64_t rows, const rows_out *out) {
-    bf16 prepared[2][PREPARED_BYTES / sizeof(bf16)] __attribute__((aligned(64)));
-    float sums[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64)));
-    const int64_t units = num_units(w->depth), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const int64_t chunk = o->chunk;
-    const int64_t second = count > 1;  // a single panel stands for both
-    const int is_plain = second && (index + 2) * PANEL <= w->num_outputs && !out->bias && !w->scales;
-    const int64_t direct = is_plain && units <= chunk ? rows / (2 * BLOCK_ROWS) * 2 : 0;  // blocks
+    char prepared[2][PREPARED_BYTES] __attribute__((aligned(64)));
+    float sums[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64))), own[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64)));
+    const int64_t units = num_units(w->depth);
+    const int is_plain = count > 1 && (index + 2) * PANEL <= w->num_outputs && !out->bias && !w->scales;
+    const int64_t direct = is_plain ? rows / (2 * BLOCK_ROWS) * 2 : 0;
+    const task k = {o, w, index, count, x, rows, out, direct, sums, own, prepared};
     product t = {.x_row = o->x_row, .x_unit = o->x_unit, .w_unit = o->w_unit};
-    for (int64_t u = 0; u < units; u += chunk) {
-        t.units = units - u < chunk ? units - u : chunk;
-        t.is_first = u == 0;
-        for (int64_t p = 0; p < 2; p++) {
-            t.w[p] = (const char *)w->panels + (index + p * second) * w->panel_bytes
-                    + u * weight_bytes((int)w->format);
-            if (o->splits) {
-                t.stored[p] = t.w[p];
-                t.w[p] = (const char *)prepared[p];
-            } else if (o->prepare) {
-                if (p <= second) o->prepare(w, index + p, u, t.units, prepared[p]);
-                t.w[p] = (const char *)prepared[p * second];
-            }
+    for (int64_t first = 0; first < units; first += o->chain) {
+        const int64_t end = units - first < o->chain ? units : first + o->chain;
+        const int64_t pieces = (end - first + o->piece - 1) / o->piece;
+        for (int64_t u = first; u < end; u += t.units) {
+            const int64_t even = (end - first + pieces - 1) / pieces;
+            t.units = end - u < even ? end - u : even;
+            multiply_piece(&k, first, u, &t);
         }
-        for (int64_t b = 0; b < blocks; b += 2) {
-            const int64_t left = rows - b * BLOCK_ROWS;
-            t.num_blocks = left <= BLOCK_ROWS ? 1 : 2;
-            t.rows = left >= 2 * BLOCK_ROWS ? BLOCK_ROWS : (int)(left - (t.num_blocks - 1) * BLOCK_ROWS);
-            for (int i = 0; i < t.num_blocks; i++) t.x[i] = x + (b + i) * o->x_block + u * o->x_unit;
-            t.sums = sums + b * 2 * SUMS;
-            t.block_step = 2 * SUMS, t.row_step = PANEL, t.panel_step = SUMS;
-            if (b < direct) {
-                t.sums = out->base + b * BLOCK_ROWS * out->stride + index * PANEL;
-                t.block_step = BLOCK_ROWS * out->stride, t.row_step = out->stride, t.panel_step = PANEL;
-            }
-            t.ahead = !o->prepare && !o->splits && b == 0 ? 2 * TILE_BYTES : 0;
-            o->run(&t);
-            t.stored[0] = t.stored[1] = NULL;  // the other blocks find them split
-        }
+        if (first > 0) add_chain(&k);
     }
     for (int64_t r = direct * BLOCK_ROWS; r < rows; r++)
         for (int64_t p = 0; p < count; p++)

@@ -22,6 +22,7 @@
 typedef struct {
     const char *x[2], *w[2];
     const char *stored[2];          // NULL, or the weights that `run` has to split into w first
+    int64_t stored_left, skip;      // bytes to the end of their panels; from there on those that come next lie `skip` away
     int64_t x_row, x_unit, w_unit;  // bytes from one to the next
     float *sums;
     int64_t block_step, row_step, panel_step;
@@ -33,7 +34,8 @@ typedef struct {
 typedef struct {
     int64_t x_row, x_unit, x_block;  // bytes from one to the next
     int64_t w_unit;                  // bytes of a unit of weights as `run` reads it
-    int64_t chunk;                   // units of a run; prepared ones take PREPARED_BYTES at most
+    int64_t piece;                   // units of a run; prepared ones take PREPARED_BYTES at most
+    int64_t chain;                   // units that are summed in one chain; the chains' sums are then added, in order
     void (*prepare)(const matrix *w, int64_t index, int64_t first, int64_t count, bf16 *out);  // NULL: panels as stored
     void (*run)(const product *t);
     int splits;  // `run` does so with the first blocks' weights
@@ -65,19 +67,6 @@ INLINE void store_sums(const product *t, int two) {
     if (two) _tile_stored(3, s2 + t->panel_step, step);
 }
 
-// Adds the tiles' sums to what is there.
-INLINE void add_sums(const product *t, int two) {
-    float own[4][SUMS] __attribute__((aligned(64)));
-    product at = *t;
-    at.sums = own[0], at.block_step = 2 * SUMS, at.row_step = PANEL, at.panel_step = SUMS;
-    store_sums(&at, two);
-    for (int i = 0; i < (two ? 4 : 2); i++)
-        for (int64_t r = 0; r < BLOCK_ROWS; r++) {
-            float *place = t->sums + i / 2 * t->block_step + i % 2 * t->panel_step + r * t->row_step;
-            vstore(place, vload(place) + vload(own[i] + r * PANEL));
-        }
-}
-
 INLINE void prefetch_units(const char *w0, const char *w1) {
     for (int64_t line = 0; line < TILE_BYTES; line += 64) {
         __builtin_prefetch(w0 + line);
@@ -85,43 +74,48 @@ INLINE void prefetch_units(const char *w0, const char *w1) {
     }
 }
 
-typedef void split_fn(const product *t, int panel, int64_t unit);
+// A quarter of a unit of a panel: of the unit's k.
+typedef void split_fn(const product *t, int panel, int64_t unit, int quarter);
+
+#define SPLITS 8        // of a unit, of two panels
+#define SPLIT_AHEAD 2  // units: tiles cannot load at once what has just been stored
 
 // x and weights are sums of X and W parts, each smaller than the one before by a factor of 2^7 at least; products of
-// part i of x and part j of the weights count where i + j < X. Sums of parts are those of this call alone until they
-// are complete: a long chain would cost precision.
+// part i of x and part j of the weights count where i + j < X.
 //
-// Weights that are to be split, which have two parts, are so by `split`, a unit ahead of the tiles, which work
-// meanwhile: a panel beside each part.
+// Weights that are to be split are so by `split`, some units ahead of the tiles, which work meanwhile: a share beside
+// the products of each pair of parts.
 INLINE void multiply_tiles_of(int X, int W, int two, const product *t, split_fn *split) {
     _tile_zero(0);
     _tile_zero(1);
     if (two) _tile_zero(2);
     if (two) _tile_zero(3);
-    if (X == 1 && !t->is_first) load_sums(t, two);
+    if (!t->is_first) load_sums(t, two);
     const char *x0 = t->x[0], *x1 = t->x[1], *w0 = t->w[0], *w1 = t->w[1];
-    const int splits = split && t->stored[0];
-    if (splits) split(t, 0, 0), split(t, 1, 0);
+    const int splits = split && t->stored[0], num_pairs = W * (2 * X + 1 - W) / 2;
+    for (int64_t u = 0; splits && u < SPLIT_AHEAD && u < t->units; u++)
+        for (int s = 0; s < SPLITS; s++) split(t, s % 2, u, s / 2);
     for (int64_t u = 0; u < t->units; u++) {
         if (t->ahead) prefetch_units(w0 + t->ahead, w1 + t->ahead);
-        for (int j = 0; j < W; j++) {
+        for (int j = 0, pair = 0, s = 0; j < W; j++) {
             _tile_loadd(6, w0 + j * TILE_BYTES, 64);
             _tile_loadd(7, w1 + j * TILE_BYTES, 64);
             for (int i = 0; i < X - j; i++) {
                 _tile_loadd(4, x0 + i * 64, t->x_row);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
-                if (!two) continue;
-                _tile_loadd(5, x1 + i * 64, t->x_row);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+                if (two) {
+                    _tile_loadd(5, x1 + i * 64, t->x_row);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+                for (pair++; splits && u + SPLIT_AHEAD < t->units && s < SPLITS * pair / num_pairs; s++)
+                    split(t, s % 2, u + SPLIT_AHEAD, s / 2);
             }
-            if (splits && u + 1 < t->units) split(t, j, u + 1);
         }
         x0 += t->x_unit, x1 += t->x_unit, w0 += t->w_unit, w1 += t->w_unit;
     }
-    if (X == 1 || t->is_first) store_sums(t, two);
-    else add_sums(t, two);
+    store_sums(t, two);
 }
 
 INLINE void multiply_tiles(int X, int W, const product *t, split_fn *split) {

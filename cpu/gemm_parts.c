@@ -1,20 +1,21 @@
-// Exact products with weights of 16 bits on AMX tiles: float32 numbers as sums of bfloat16 ones, which tiles multiply
+// Exact products with weights that are floats on AMX tiles: float32 numbers as sums of bfloat16 ones, which tiles multiply
 // exactly and add in float32.
 //
 // x = high + middle + low, each rounded to the nearest bfloat16, holds float32's 24 bits. A FLOAT16 weight takes two
 // parts, cut off and not rounded (a part is then an upper half); BFLOAT16 is one. Of the products of parts only low
 // times low is left out, which is below 2^-22 of the whole, and below 2^-25 as a rule. x is split once, by a launch of
 // its own (split_rows), row after row, so that any 16 neighbours can be loaded as a tile; weights are split for all rows
-// of a task, or read in place. FLOAT32 weights would take three parts and six products, which few rows do not repay.
+// of a task, or read in place. A FLOAT32 weight takes three parts and six products, which only many rows repay: few are
+// left to multiply-adds (native/gemm.py decides).
 //
-// A sum is made of chains of 24 units of BFLOAT16 or 12 of FLOAT16, added in order: the same for any number of rows, by
-// any of the three ways below.
+// A sum is made of chains of units, added in order: the same for any number of rows, by any of the three ways below. A
+// long chain would cost precision.
 
 #include "gemm_blocks.h"
 
 #define PARTS_OF_X 3
-#define PARTS_OF(format) ((format) == FLOAT16 ? 2 : 1)
-#define CHUNK_UNITS(format) (PREPARED_BYTES / TILE_BYTES / PARTS_OF(format))  // that are summed in one chain
+#define PARTS_OF(format) ((format) == FLOAT32 ? 3 : (format) == FLOAT16 ? 2 : 1)
+#define MAX_CHAIN(format) (PREPARED_BYTES / TILE_BYTES / PARTS_OF(format))  // units
 
 typedef struct {
     const float *x;        // [num_rows, depth], rows `stride` apart
@@ -27,6 +28,12 @@ ARGS_SIZE(split_rows)
 #if defined(HAS_TILES)
 
 int has_parts(void) { return has_tiles(); }
+
+// Units of each chain of so many: as equal as they can be.
+INLINE int64_t chain_units(int format, int64_t units) {
+    const int64_t chains = (units + MAX_CHAIN(format) - 1) / MAX_CHAIN(format);
+    return (units + chains - 1) / chains;
+}
 
 // What bfloat16 can hold: a larger number's rest goes to the next part, and infinity to the last.
 INLINE __m512 clamp(__m512 x) {
@@ -66,14 +73,28 @@ INLINE __m512i upper_halves(vecf even, vecf odd) {
 
 INLINE vecf without_upper_half(vecf x) { return x - (vecf)((vu)x & 0xffff0000); }
 
-// A FLOAT16 unit of a panel as two planes of pairs, the form of a bfloat16 panel.
-INLINE void split_weights(const char *unit, bf16 *out) {
+// Weights k and k + 1 of a panel's outputs.
+INLINE void load_pair(int format, const char *pair, vecf *even, vecf *odd) {
+    if (format == FLOAT32) {
+        *even = vload((const float *)pair);
+        *odd = vload((const float *)pair + PANEL);
+    } else if (format == FLOAT16) {
+        *even = load_f16((const f16 *)pair);
+        *odd = load_f16((const f16 *)pair + PANEL);
+    } else {
+        const vu both = *(const vu *)pair;
+        *even = (vecf)(both << 16);
+        *odd = (vecf)(both & 0xffff0000);
+    }
+}
+
+// Some k of a unit of a panel as planes of pairs, the form of a bfloat16 panel, one for each part.
+INLINE void split_weights(int format, const char *unit, int count, bf16 *out) {
 #pragma GCC unroll 4
-    for (int k = 0; k < UNIT; k += 2, out += 2 * PANEL) {
-        const f16 *pair = (const f16 *)unit + k * PANEL;
-        vecf even = load_f16(pair), odd = load_f16(pair + PANEL);
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
+    for (int k = 0; k < count; k += 2, out += 2 * PANEL, unit += weight_bytes(format) / (UNIT / 2)) {
+        vecf even, odd;
+        load_pair(format, unit, &even, &odd);
+        for (int i = 0; i < PARTS_OF(format); i++) {
             _mm512_store_si512(out + i * UNIT * PANEL, upper_halves(even, odd));
             even = without_upper_half(even), odd = without_upper_half(odd);
         }
@@ -99,7 +120,7 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
         weights[q] = unit + q * w->panel_bytes; \
         ask_for(unit + ahead, w->panel_bytes, bytes, q); \
         if (PARTS_OF(format) > 1) { \
-            split_weights(weights[q], planes[q]); \
+            split_weights(format, weights[q], UNIT, planes[q]); \
             weights[q] = (const char *)planes[q]; \
         } \
     }
@@ -132,9 +153,10 @@ INLINE void few(int format, const matrix *w, int64_t index, int64_t count, const
     bf16 planes[GROUP][2 * UNIT * PANEL] __attribute__((aligned(64)));
     float sums[GROUP][SUMS] __attribute__((aligned(64))), own[SUMS] __attribute__((aligned(64)));
     const int64_t row_bytes = parts_row_bytes(w->depth), units = num_units(w->depth), bytes = weight_bytes(format);
+    const int64_t chain = chain_units(format, units);
     const char *unit = (const char *)w->panels + index * w->panel_bytes, *weights[GROUP];
-    for (int64_t first = 0; first < units; first += CHUNK_UNITS(format)) {
-        const int64_t end = units - first < CHUNK_UNITS(format) ? units : first + CHUNK_UNITS(format);
+    for (int64_t first = 0; first < units; first += chain) {
+        const int64_t end = units - first < chain ? units : first + chain;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -177,17 +199,6 @@ static void multiply_few_rows(const matrix *w, int64_t first_panel, int64_t coun
 
 #define MAX_PRODUCTS 5
 
-INLINE void load_pair(int format, const char *pair, vecf *even, vecf *odd) {
-    if (format == BFLOAT16) {
-        const vu both = *(const vu *)pair;
-        *even = (vecf)(both << 16);
-        *odd = (vecf)(both & 0xffff0000);
-    } else {
-        *even = load_f16((const f16 *)pair);
-        *odd = load_f16((const f16 *)pair + PANEL);
-    }
-}
-
 // To sums [P] what the tiles' products of a unit of P panels and a row add, in their order: each is the sum over even k
 // and that over odd k, by fused multiply-adds from zero. Asks for the same place `ahead` bytes on.
 INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, int64_t ahead,
@@ -205,8 +216,8 @@ INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, i
             int n = 0;
 #pragma GCC unroll 2
             for (int j = 0; j < W; j++) {
-                const vecf low_part = W == 1 ? low : (vecf)((vu)low & 0xffff0000);
-                const vecf high_part = W == 1 ? high : (vecf)((vu)high & 0xffff0000);
+                const vecf low_part = j == W - 1 ? low : (vecf)((vu)low & 0xffff0000);
+                const vecf high_part = j == W - 1 ? high : (vecf)((vu)high & 0xffff0000);
 #pragma GCC unroll 3
                 for (int i = 0; i < PARTS_OF_X - j; i++, n++) {
                     even[p][n] = _mm512_fmadd_ps(low_part, _mm512_set1_ps(x[i][k]), even[p][n]);
@@ -227,12 +238,12 @@ INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, i
 // are the tiles'.
 INLINE void single(int format, int P, const matrix *w, int64_t index, int64_t count, const char *x,
         const rows_out *out) {
-    const int64_t units = num_units(w->depth), bytes = weight_bytes(format);
+    const int64_t units = num_units(w->depth), bytes = weight_bytes(format), chain = chain_units(format, units);
     const char *unit = (const char *)w->panels + index * w->panel_bytes;
     vecf totals[4] = {0};
-    for (int64_t first = 0; first < units; first += CHUNK_UNITS(format)) {
+    for (int64_t first = 0; first < units; first += chain) {
         vecf sums[4] = {0};
-        const int64_t end = units - first < CHUNK_UNITS(format) ? units : first + CHUNK_UNITS(format);
+        const int64_t end = units - first < chain ? units : first + chain;
         for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
             float parts[PARTS_OF_X][UNIT] __attribute__((aligned(64)));
             for (int i = 0; i < 2 * PARTS_OF_X; i++) {
@@ -264,12 +275,23 @@ static void multiply_single_row(const matrix *w, int64_t first_panel, int64_t co
 
 // ---- more rows
 
-static inline void split_float16(const product *t, int panel, int64_t u) {
-    const char *unit = t->stored[panel] + u * weight_bytes(FLOAT16);
-    for (int64_t line = 0; line < weight_bytes(FLOAT16); line += 64) __builtin_prefetch(unit + AHEAD + line);
-    split_weights(unit, (bf16 *)(t->w[panel] + u * t->w_unit));
+INLINE void split_quarter(int format, const product *t, int panel, int64_t u, int quarter) {
+    const int64_t bytes = weight_bytes(format), part = bytes / 4, start = u * bytes + quarter * part;
+    const int64_t ahead = start + 2 * AHEAD, next = ahead < t->stored_left ? ahead : ahead + t->skip;
+    for (int64_t line = 0; line < part; line += 64) __builtin_prefetch(t->stored[panel] + next + line);
+    bf16 *out = (bf16 *)(t->w[panel] + u * t->w_unit) + quarter * UNIT / 4 * PANEL;
+    split_weights(format, t->stored[panel] + start, UNIT / 4, out);
 }
 
+static inline void split_float32(const product *t, int panel, int64_t u, int quarter) {
+    split_quarter(FLOAT32, t, panel, u, quarter);
+}
+
+static inline void split_float16(const product *t, int panel, int64_t u, int quarter) {
+    split_quarter(FLOAT16, t, panel, u, quarter);
+}
+
+static void multiply_float32(const product *t) { multiply_tiles(PARTS_OF_X, 3, t, split_float32); }
 static void multiply_float16(const product *t) { multiply_tiles(PARTS_OF_X, 2, t, split_float16); }
 static void multiply_bfloat16(const product *t) { multiply_tiles(PARTS_OF_X, 1, t, NULL); }
 
@@ -277,17 +299,19 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
         const rows_out *out) {
     const unsigned control = _mm_getcsr();
     _mm_setcsr(control | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);  // to split denormal weights would take long
-    if (rows == 1) {
+    if (w->format != FLOAT32 && rows == 1) {
         multiply_single_row(w, first_panel, count, x, out);
-    } else if (rows <= BLOCK_ROWS) {
+    } else if (w->format != FLOAT32 && rows <= BLOCK_ROWS) {
         multiply_few_rows(w, first_panel, count, x, rows, out);
         _tile_release();
     } else {
         const int64_t row_bytes = parts_row_bytes(w->depth);
         operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
-                      .splits = w->format == FLOAT16,
-                      .run = w->format == FLOAT16 ? multiply_float16 : multiply_bfloat16};
-        o.w_unit = PARTS_OF(w->format) * TILE_BYTES, o.chunk = CHUNK_UNITS(w->format);
+                      .splits = PARTS_OF(w->format) > 1,
+                      .run = w->format == FLOAT32   ? multiply_float32
+                             : w->format == FLOAT16 ? multiply_float16
+                                                    : multiply_bfloat16};
+        o.w_unit = PARTS_OF(w->format) * TILE_BYTES, o.piece = o.chain = chain_units((int)w->format, num_units(w->depth));
         configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
         multiply_blocks(&o, w, first_panel, count, x, rows, out);
         _tile_release();

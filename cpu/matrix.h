@@ -146,7 +146,6 @@ INLINE vecf top_byte(veci quad, int j) {
 #endif
 }
 
-INLINE int is_short(int format) { return format == BFLOAT16 || format == FLOAT16; }
 INLINE int is_quantised(int format) { return format >= INT8; }
 INLINE int has_scale(int format) { return format >= Q8_0; }
 INLINE int has_minimum(int format) { return format >= Q4_0; }

@@ -148,7 +148,7 @@ EXPORT void moe_product(const void *args, int64_t task) {
         int64_t panels = num_panels(p->w.num_outputs), count = min_of(panels - first, left);
         if (count > 0) {
             rows_out out = {a->out + place * a->out_stride + p->first, a->out_stride, NULL};
-            if (a->mode == PARTS && is_short((int)p->w.format))
+            if (a->mode == PARTS && !is_quantised((int)p->w.format))
                 multiply_parts(&p->w, first, count, a->short_x + place * row_bytes, x.count, &out);
             else if (a->mode == DIGITS && is_quantised((int)p->w.format))
                 multiply_digits(&p->w, first, count, a->short_x + place * row_bytes, x.count, &out);

@@ -320,6 +320,7 @@ class EngineConfig:
     dtype: str = "auto"  # of weights and products; on the CPU auto is float32 products of weights as they are stored
     quantization: str | None = None  # "int8": weights are rounded to 8 bits per output channel when they are loaded
     kv_cache_dtype: str = "auto"  # that of the arithmetic; the CPU device also keeps "bfloat16" and "float16"
+    batch_invariant: bool = False  # logits never depend on what shares the batch, bit for bit (compiled CPU kernels)
     cpu_kernels: str = "auto"  # "compiled" by the system's C compiler, or "numpy"; auto: compiled if that can be
     threads: int | None = None  # of the CPU device; None = what the process may use
     max_model_len: int | None = None  # tokens of prompt and output; None = the model's context, fitted to the KV pool
@@ -367,7 +368,7 @@ class EngineConfig:
         for name in ("revision", "hf_token", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be a string")
-        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be true or false")
         self._one_of("prefix_caching_hash_algo", HASH_ALGORITHMS)

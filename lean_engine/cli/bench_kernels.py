@@ -31,6 +31,7 @@ ENGINE = [
         "dtype",
         "quantization",
         "kv_cache_dtype",
+        "batch_invariant",
         "block_size",
         "revision",
     )

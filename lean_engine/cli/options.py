@@ -98,6 +98,10 @@ ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its ty
     "dtype": (str, "Type of weights and products: float32, float16, bfloat16; auto: the checkpoint's (CPU: exact)."),
     "quantization": (str, "int8 rounds weights to 8 bits per output channel as they are loaded. Default: none."),
     "kv_cache_dtype": (str, "Type of keys and values: auto (as computed), or on a CPU float32, bfloat16, float16."),
+    "batch_invariant": (
+        bool,
+        "Whether logits never depend on what shares the batch, to the last bit (compiled CPU kernels). Default: off.",
+    ),
     "cpu_kernels": (str, "auto compiles the CPU's kernels once if there is a C compiler; compiled insists; numpy."),
     "threads": (int, "CPU threads. Default: all CPUs this process may use."),
     "max_model_len": (
@@ -165,6 +169,7 @@ RUNNING = (  # what every command that runs an engine honours
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "batch_invariant",
     "load_format",
     "revision",
     "hf_token",

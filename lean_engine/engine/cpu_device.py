@@ -102,9 +102,8 @@ def precision_of(config: EngineConfig) -> Precision:
     from lean_engine.runtime.cpu.native.launches import Precision
 
     products = "bfloat16" if config.dtype == "bfloat16" else "float32"
-    if config.quantization is not None:
-        return Precision(config.quantization, products)
-    return Precision("stored" if config.dtype == "auto" else config.dtype, products)
+    weights = config.quantization or ("stored" if config.dtype == "auto" else config.dtype)
+    return Precision(weights, products, config.batch_invariant)
 
 
 def numpy_device(config: EngineConfig, reason: str) -> Device:
@@ -117,4 +116,6 @@ def numpy_device(config: EngineConfig, reason: str) -> Device:
             raise ConfigError(f"{name} is {value!r}; the NumPy kernels compute in float32 ({reason})")
     if config.quantization is not None:
         raise ConfigError(f"quantization is {config.quantization!r}, which the NumPy kernels have not ({reason})")
+    if config.batch_invariant:
+        raise ConfigError(f"batch_invariant is set, which the NumPy kernels cannot promise ({reason})")
     return CpuDevice(config.threads)

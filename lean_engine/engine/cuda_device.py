@@ -61,6 +61,8 @@ def refuse_on_cuda(config: EngineConfig, model_config: ModelConfig) -> None:
 
     if config.quantization is not None:
         raise ConfigError(f"quantization is {config.quantization!r}, which a CUDA device does not have (the CPU does)")
+    if config.batch_invariant:
+        raise ConfigError("batch_invariant is set, which a CUDA device cannot promise (the compiled CPU kernels do)")
     if config.kv_cache_dtype not in ("auto", element_type := cuda_dtype(config, model_config)):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}; a CUDA device keeps keys and values as it computes, in "

@@ -34,13 +34,14 @@ from lean_engine.errors import ConfigError
         ({"max_num_batched_tokens": 64}, "max_num_batched_tokens 64 is below max_num_seqs 128"),
         ({"async_scheduling": "yes"}, "async_scheduling is 'yes', must be true or false"),
         ({"enforce_eager": None}, "enforce_eager is None, must be true or false"),
+        ({"batch_invariant": "yes"}, "batch_invariant is 'yes', must be true or false"),
         ({"cudagraph_capture_sizes": 8}, "cudagraph_capture_sizes is 8, must be a list of integers of at least 1"),
         ({"cudagraph_capture_sizes": [1, 0]}, "cudagraph_capture_sizes is [1, 0], must be a list of integers"),
         (
             {"cudagraph_capture_sizes": [1], "enforce_eager": True},
             "cudagraph_capture_sizes is [1], but enforce_eager captures no graphs",
         ),
-        ({"gpu_memory": 1}, "unknown engine option 'gpu_memory'; known: async_scheduling, block_size, "),
+        ({"gpu_memory": 1}, "unknown engine option 'gpu_memory'; known: async_scheduling, batch_invariant, "),
     ],
 )
 def test_a_bad_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:

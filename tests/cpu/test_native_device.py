@@ -190,11 +190,12 @@ def test_a_matrix_where_an_array_is_wanted_is_refused(device: Any) -> None:
         ({"quantization": "int8"}, Precision("int8", "float32")),
         ({"quantization": "int8", "dtype": "float32"}, Precision("int8", "float32")),
         ({"quantization": "int8", "dtype": "bfloat16"}, Precision("int8", "bfloat16")),
+        ({"batch_invariant": True}, Precision("stored", "float32", is_batch_invariant=True)),
     ],
     ids=str,
 )
-def test_options_decide_what_weights_are_kept_in(options: dict[str, str], precision: Precision) -> None:
-    assert precision_of(EngineConfig(**options)) == precision  # type: ignore[arg-type]
+def test_options_decide_what_weights_are_kept_in(options: dict[str, Any], precision: Precision) -> None:
+    assert precision_of(EngineConfig(**options)) == precision
 
 
 @pytest.mark.parametrize(
@@ -206,11 +207,12 @@ def test_options_decide_what_weights_are_kept_in(options: dict[str, str], precis
         ),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype is 'float16'; the NumPy kernels compute in float32"),
         ({"quantization": "int8"}, "quantization is 'int8', which the NumPy kernels have not"),
+        ({"batch_invariant": True}, "batch_invariant is set, which the NumPy kernels cannot promise"),
     ],
 )
-def test_numpy_refuses_what_it_cannot_honour(options: dict[str, str], message: str) -> None:
+def test_numpy_refuses_what_it_cannot_honour(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_cpu_device(EngineConfig(cpu_kernels="numpy", **options))  # type: ignore[arg-type]
+        make_cpu_device(EngineConfig(cpu_kernels="numpy", **options))
 
 
 @pytest.mark.parametrize("error", [ConfigError("no C compiler is installed"), CompilationError("rows.c:3: bad: x")])

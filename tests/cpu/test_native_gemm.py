@@ -131,23 +131,27 @@ def test_a_row_is_the_same_whatever_shares_its_step_or_the_work(machine: str, fo
     matrix = random_matrix(format, (100, 300), machine)
     x = random_rows(130, matrix)
     bias = np.ones(100, np.float32)
-    whole = product(x, matrix, bias, machine)
+    processor = replace(modes(machine), is_batch_invariant=True)
+    whole = product(x, matrix, bias, machine, processor=processor)
     for rows in (1, 3, 4, 5, 17, 64, 65):
-        np.testing.assert_array_equal(product(x[:rows], matrix, bias, machine), whole[:rows])
-    np.testing.assert_array_equal(product(x, matrix, bias, machine, num_threads=1), whole)
+        np.testing.assert_array_equal(product(x[:rows], matrix, bias, machine, processor=processor), whole[:rows])
+    np.testing.assert_array_equal(product(x, matrix, bias, machine, 1, processor), whole)
 
 
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
 @pytest.mark.parametrize("format", FLOATS)
-def test_a_row_is_the_same_in_a_step_of_any_size(format: str) -> None:
+def test_a_row_is_the_same_in_a_step_of_any_size(format: str, is_batch_invariant: bool) -> None:
     """Depths of several chains of sums; panels that make whole groups and pairs, and some that do not."""
+    is_split = format == "float32" and not is_batch_invariant  # with many rows, which are the same among themselves
+    processor = replace(modes(), is_batch_invariant=is_batch_invariant)
     for shape in [(16, 800), (100, 1601), (192, 96)]:
         matrix = random_matrix(format, shape, "native")
         x = random_rows(600, matrix)
-        whole = product(x, matrix)
-        for rows in (*range(1, 71), 257):
-            np.testing.assert_array_equal(product(x[-rows:], matrix), whole[-rows:])
+        whole = product(x, matrix, processor=processor)
+        for rows in (*range(gemm.MAX_FMA_ROWS + 1 if is_split else 1, 71), 257):
+            np.testing.assert_array_equal(product(x[-rows:], matrix, processor=processor), whole[-rows:])
         for threads in (1, 7):
-            np.testing.assert_array_equal(product(x, matrix, num_threads=threads), whole)
+            np.testing.assert_array_equal(product(x, matrix, num_threads=threads, processor=processor), whole)
 
 
 @pytest.mark.parametrize("format", FLOATS)
@@ -161,7 +165,7 @@ def test_products_in_parts_are_as_accurate_as_multiply_adds(format: str) -> None
         signed = random.normal(size=(60, depth)).astype(np.float32)
         for weights in (signed, np.abs(signed), signed * np.exp2(random.integers(-12, 4, signed.shape))):
             matrix = matrix_of(weights.astype(np.float32), native(), Precision(format))
-            x = random_rows(40, matrix) if weights is signed else np.abs(random_rows(40, matrix))
+            x = random_rows(50, matrix) if weights is signed else np.abs(random_rows(50, matrix))
             x *= np.exp2(random.integers(-30, 30, x.shape)).astype(np.float32) if weights is not signed else 1
             exact = x.astype(np.float64) @ matrix.read(native()).astype(np.float64).T
             size = np.abs(x).astype(np.float64) @ np.abs(matrix.read(native())).astype(np.float64).T
@@ -172,7 +176,7 @@ def test_products_in_parts_are_as_accurate_as_multiply_adds(format: str) -> None
 
 
 @pytest.mark.parametrize("format", FLOATS)
-@pytest.mark.parametrize("rows", [1, 2, 20])
+@pytest.mark.parametrize("rows", [1, 2, 20, 50])
 def test_nan_and_inf_among_the_weights_reach_their_output_and_no_other(format: str, rows: int) -> None:
     weights = np.random.default_rng(5).normal(size=(40, 70)).astype(np.float32)
     weights[3, 69], weights[20, 1] = np.nan, np.inf
@@ -187,7 +191,7 @@ def test_nan_and_inf_among_the_weights_reach_their_output_and_no_other(format: s
 
 
 @pytest.mark.parametrize("format", FLOATS)
-@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("rows", [2, 20, 50])
 def test_the_largest_numbers_stay_finite(format: str, rows: int) -> None:
     """Rounded to bfloat16 they would be infinite."""
     largest = np.finfo(np.float32).max
@@ -208,7 +212,7 @@ def test_the_largest_numbers_stay_finite(format: str, rows: int) -> None:
 def test_small_numbers_keep_their_precision(format: str) -> None:
     """Their last part is still a normal number."""
     matrix = random_matrix(format, (20, 100), "native")
-    x = random_rows(20, matrix) * np.float32(2.0**-100)
+    x = random_rows(50, matrix) * np.float32(2.0**-100)
     assert deviation(product(x, matrix) * np.float32(2.0**100), x * np.float32(2.0**100), matrix.read(native())) < 1e-6
 
 
@@ -227,7 +231,7 @@ def test_what_lies_behind_x_is_not_read(machine: str, format: str, rows: int) ->
 @pytest.mark.parametrize("products", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_nan_and_inf_reach_their_row_and_no_other(machine: str, products: str, format: str) -> None:
-    for rows in (3, 20):
+    for rows in (3, 20, 50):
         matrix = random_matrix(format, (20, 64), machine, products)
         x = random_rows(rows, matrix)
         x[1, 5], x[2, 7] = np.nan, np.inf
@@ -314,11 +318,23 @@ def test_a_processor_without_the_instructions_computes_exactly() -> None:
 
 def test_exact_products_have_one_mode_for_all_numbers_of_rows() -> None:
     full, none = gemm.Modes(True, True, True), gemm.Modes(False, False, False)
+    invariant = replace(full, is_batch_invariant=True)
     for format in FORMATS:
         matrix = random_matrix(format, (20, 64), "native")
         wanted = gemm.PARTS if format in FLOATS[1:] else gemm.EXACT if format == "float32" else gemm.DIGITS
-        assert {full.choose(matrix, rows) for rows in range(1, 100)} == {wanted}
+        assert {full.choose(matrix, rows) for rows in range(1, gemm.MAX_FMA_ROWS + 1)} == {wanted}
+        assert {invariant.choose(matrix, rows) for rows in range(1, 100)} == {wanted}
         assert {none.choose(matrix, rows) for rows in range(1, 100)} == {gemm.EXACT}
+        many = gemm.PARTS if format == "float32" else wanted
+        assert {full.choose(matrix, rows) for rows in range(gemm.MAX_FMA_ROWS + 1, 100)} == {many}
+
+
+def test_bfloat16_products_have_one_mode_for_all_numbers_of_rows_where_that_is_asked_for() -> None:
+    invariant = gemm.Modes(True, True, True, is_batch_invariant=True)
+    for format in FORMATS:
+        matrix = random_matrix(format, (20, 64), "native", "bfloat16")
+        assert len({invariant.choose(matrix, rows) for rows in range(1, 100)}) == 1
+        assert (invariant.choose(matrix, 1) == gemm.BF16) == (format == "bfloat16")
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -292,6 +292,7 @@ def test_graph_replays_at_the_addresses_it_has_recorded(device: CudaDevice) -> N
     [
         ({"block_size": 8}, "block_size is 8; on a CUDA device it must be 16 or 32"),
         ({"dtype": "float32"}, "dtype is 'float32'; a CUDA device computes in one of: float16, bfloat16"),
+        ({"batch_invariant": True}, "batch_invariant is set, which a CUDA device cannot promise"),
     ],
 )
 def test_what_a_cuda_device_lacks_is_refused_by_name(

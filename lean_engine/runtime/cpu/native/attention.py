@@ -122,7 +122,7 @@ def paged_attention(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
     window = int(args.scalars["window"] or 0)
     sizes = num_tokens, num_kv_heads, group, head_dim, window
     scale = float(args.scalars["scale"])
-    in_bf16 = scope.products == "bfloat16" and scale > 0 and has_tiles(scope)
+    in_bf16 = scope.precision.products == "bfloat16" and scale > 0 and has_tiles(scope)
     tile = bf16_tile(num_tokens * num_kv_heads * group, head_dim, scope.num_threads) if in_bf16 else 0
     made = plan(scope, cu_seqlens, seq_lens, sizes, tile, max_blocks * block_size)
     fields = PagedAttentionArgs(

@@ -77,7 +77,7 @@ class NativeCpuDevice(HostMemory):
         return workspace_bytes(launch, dims, self.num_threads)
 
     def capture(self, launches: Sequence[LaunchArgs]) -> Replay:
-        scope = Scope(self.native.library, self.num_threads, self._constants, self.precision.products)
+        scope = Scope(self.native.library, self.num_threads, self._constants, self.precision)
         calls: list[NativeLaunch] = []
         with known_addresses(launches):
             for args in launches:

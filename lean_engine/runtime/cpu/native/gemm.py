@@ -19,8 +19,10 @@ UNIT = 32  # elements of a row that are rounded or scaled together
 BLOCK = 16  # rows of a tile
 DIGITS_GROUP = 256  # elements of a row under one scale, in mode DIGITS
 MAX_EXACT_ROWS = 4  # fewer of quantised weights are faster exactly than with weights rounded
+MAX_FMA_ROWS = 40  # fewer of float32 weights are faster by multiply-adds than split
 BLOCK_ROWS = (64, 256, 256, 256)  # rows at most that share expanded weights, by mode
-MAX_SHORT_BYTES = 1 << 20  # of x in bfloat16 or its parts: it stays in the second-level cache while weights pass
+MAX_SHORT_BYTES = 5 << 18  # of a task's x in bfloat16 or its parts: it stays in the second-level cache
+MAX_KEPT_BYTES = 3 << 19  # of all x: beyond, its blocks of rows take turns in that cache
 GROUP = 4  # panels that are multiplied together
 TASKS_PER_THREAD = 8  # where a task is then worth
 MIN_TASK_US, MAX_TASK_US = 8.0, 100.0
@@ -34,7 +36,7 @@ class GemmArgs(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("parts", "x", "short_x", "bias", "out")),
         *((name, Int) for name in ("num_parts", "num_rows", "x_stride", "short_stride", "out_stride", "mode")),
-        *((name, Int) for name in ("rows_per_task", "panels_per_task")),
+        *((name, Int) for name in ("rows_per_task", "panels_per_task", "is_by_rows")),
     )
 
 
@@ -71,35 +73,44 @@ class Modes:
     has_bf16: bool
     has_tiles: bool  # AMX
     has_digits: bool
+    is_batch_invariant: bool = False  # see Precision
 
     @classmethod
-    def of(cls, library: Library) -> Modes:
+    def of(cls, library: Library, is_batch_invariant: bool = False) -> Modes:
         has_mode = library.function("has_mode", Int, Int)
-        return cls(has_mode(BF16) > 0, has_mode(BF16) > 1, has_mode(DIGITS) > 0)
+        return cls(has_mode(BF16) > 0, has_mode(BF16) > 1, has_mode(DIGITS) > 0, is_batch_invariant)
+
+    @classmethod
+    def of_scope(cls, scope: Scope) -> Modes:
+        return scope.constant("gemm modes", lambda: cls.of(scope.library, scope.precision.is_batch_invariant))
 
     def choose(self, weight: Matrix, rows: int) -> int:
         """The mode of a product.
 
         Few rows of quantised weights are faster exactly than with weights rounded to bfloat16.
         """
-        if weight.products == "float32":
-            return self.exact(weight)
-        if self.has_bf16 and (weight.format == "bfloat16" or rows > MAX_EXACT_ROWS):
-            return BF16
-        return self.exact(weight)
+        if weight.products == "bfloat16" and self.has_bf16:
+            rounds_weights = rows > MAX_EXACT_ROWS and not self.is_batch_invariant
+            if weight.format == "bfloat16" or rounds_weights:
+                return BF16
+        return self.exact(weight, rows)
 
-    def exact(self, weight: Matrix) -> int:
-        """The mode of exact products: one for all numbers of rows, so that a row's bits do not depend on it."""
+    def exact(self, weight: Matrix, rows: int = 1) -> int:
+        """The mode of exact products: one for all numbers of rows, so that a row's bits do not depend on it.
+
+        But many rows of float32 weights are faster with both split, and their last bits others.
+        """
         if self.has_digits and weight.is_quantised:
             return DIGITS
-        return PARTS if self.has_tiles and weight.has_short_floats else EXACT
+        splits_float32 = rows > MAX_FMA_ROWS and not self.is_batch_invariant
+        return PARTS if self.has_tiles and (weight.has_short_floats or splits_float32) else EXACT
 
 
 def gemm(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
     """out = x·weightᵀ (+ bias): x [T, C], weight a matrix [O, C], bias [O], out [T, O], all float32."""
     x, weight, *bias = args.inputs
     (out,) = args.outputs
-    modes = scope.constant("gemm modes", lambda: Modes.of(scope.library))
+    modes = Modes.of_scope(scope)
     place = address(bias[0]) if bias else 0
     return launches(modes, scope.num_threads, weight, address(x), x.shape, place, address(out), address(args.workspace))
 
@@ -131,7 +142,7 @@ def launches(
             weight.shape[0],
             mode,
         ),
-        *(row_block, panels),
+        *(row_block, panels, rows * row_bytes > MAX_KEPT_BYTES),
     )
     product = NativeLaunch("gemm", fields, tasks, keeps=(weight,))
     if mode == BF16:

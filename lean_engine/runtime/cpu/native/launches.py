@@ -85,6 +85,7 @@ class Precision:
 
     weights: str = "stored"  # as the checkpoint has them; or "float32", "bfloat16", "float16", "int8"
     products: str = "float32"  # exact; or "bfloat16": activations are rounded to it too
+    is_batch_invariant: bool = False  # a row's bits never depend on how many others there are
 
 
 class Scope:
@@ -92,15 +93,18 @@ class Scope:
 
     Args:
         constants: values derived from weights, shared by every program of the device.
-        products: Precision.products, for kernels without weights.
     """
 
     def __init__(
-        self, library: Library, num_threads: int, constants: dict[Hashable, Any], products: str = "float32"
+        self,
+        library: Library,
+        num_threads: int,
+        constants: dict[Hashable, Any],
+        precision: Precision = Precision(),
     ) -> None:
         self.library = library
         self.num_threads = num_threads
-        self.products = products
+        self.precision = precision
         self.prologue: list[NativeLaunch] = []  # run before the launches
         self._shared: dict[Hashable, object] = {}
         self._constants = constants

@@ -135,8 +135,9 @@ def products(scope: Scope, stack: Matrix, x: int, rows: int, out: int, choices: 
     """
     num_experts, outputs, depth = stack.shape
     active = min(num_experts, choices.count)
-    modes = scope.constant("gemm modes", lambda: Modes.of(scope.library))
-    mode = BF16 if stack.products == "bfloat16" else modes.exact(stack)
+    modes = Modes.of_scope(scope)
+    rounds = stack.products == "bfloat16" and not modes.is_batch_invariant
+    mode = BF16 if rounds else modes.exact(stack)
     expert_bytes = stack.nbytes // num_experts
     rows_each = -(-choices.count // active)
     _, panels = cut(mode, rows_each, depth, stack.num_panels, expert_bytes, scope.num_threads * active)
