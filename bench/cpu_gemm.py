@@ -34,7 +34,7 @@ from lean_engine.runtime.cpu.native import gemm
 from lean_engine.runtime.cpu.native.compiler import find_compiler
 from lean_engine.runtime.cpu.native.launches import NativeLaunch, Pointer, Precision, address
 from lean_engine.runtime.cpu.native.library import Library, Native, build_library
-from lean_engine.runtime.cpu.native.matrices import BLOCKS, FORMATS, Matrix, aligned, matrix_of
+from lean_engine.runtime.cpu.native.matrices import BLOCKS, FORMATS, Matrix, matrix_of
 from lean_engine.runtime.cpu.native.pool import LaunchList
 from lean_engine.runtime.cpu.native.sources import Sources, kernel_sources
 
@@ -118,13 +118,13 @@ def random_weights(
     return matrix_of(raw.reshape(rows, -1), native, Precision("stored", products), format)
 
 
-def copies_of(matrix: Matrix, working_set: int) -> list[Matrix]:
+def copies_of(native: Native, matrix: Matrix, working_set: int) -> list[Matrix]:
     count = max(1, -(-working_set // matrix.nbytes))
     copies = [matrix]
     for _ in range(count - 1):
         parts = []
         for part in matrix.parts:
-            panels = aligned(part.panels.shape, np.uint8)
+            panels = native.weight_memory.take(part.panels.shape, np.uint8)
             panels[...] = part.panels
             parts.append(replace(part, panels=panels))
         copies.append(Matrix(matrix.shape, parts, matrix.products))
@@ -152,7 +152,7 @@ class Weights:
 
 def make_weights(native: Native, format: str, shape: tuple[int, int], products: str, options: Any) -> Weights:
     rng = np.random.default_rng(0)
-    packed = copies_of(random_weights(rng, format, *shape, native, products), options.working_set << 20)
+    packed = copies_of(native, random_weights(rng, format, *shape, native, products), options.working_set << 20)
     count = -(-(options.working_set << 18) // math.prod(shape)) if options.numpy else 0
     one = rng.standard_normal(shape, np.float32)
     return Weights(packed, [one.copy() for _ in range(count)])
@@ -164,7 +164,9 @@ def bench(native: Native, weights: Weights, rows: int, figures: Figures) -> str:
     outputs, depth = first.shape
     x = np.random.default_rng(1).standard_normal((rows, depth)).astype(np.float32)
     out, sink = np.empty((rows, outputs), np.float32), np.empty(1 << 16, np.float32)
-    workspace = aligned((gemm.workspace_bytes([x.shape, first.shape], {}, native.num_threads),), np.uint8)
+    workspace = native.weight_memory.take(
+        (gemm.workspace_bytes([x.shape, first.shape], {}, native.num_threads),), np.uint8
+    )
     modes = gemm.Modes.of(native.library)
 
     def call(launches: list[NativeLaunch]) -> Callable[[], None]:

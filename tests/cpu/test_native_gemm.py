@@ -25,7 +25,6 @@ from lean_engine.runtime.cpu.native.matrices import (
     FORMATS,
     EmbeddingArgs,
     Matrix,
-    aligned,
     load_matrix,
     matrix_of,
 )
@@ -90,7 +89,7 @@ def product(
     rows, outputs = len(x), matrix.shape[0]
     out = guarded(rows * outputs)
     size = gemm.workspace_bytes([x.shape, matrix.shape], {}, num_threads)
-    workspace = aligned((size + GUARD,), np.uint8)
+    workspace = native(machine).weight_memory.take((size + GUARD,), np.uint8)
     workspace[...] = 0xFF  # NaN, as whatever type it is read
     launches = gemm.launches(
         *(processor or modes(machine), num_threads, matrix, address(x), x.shape),
@@ -363,7 +362,7 @@ def test_capture_makes_one_launch_of_an_exact_product_and_one_to_split_x_for_til
     matrix = random_matrix("bfloat16", (48, 64), "native")
     x, bias, out = random_rows(6, matrix), np.ones(48, np.float32), np.empty((6, 48), np.float32)
     scope = Scope(native().library, 2, {})
-    workspace = aligned((gemm.workspace_bytes([x.shape, matrix.shape], {}, 2),), np.uint8)
+    workspace = native().weight_memory.take((gemm.workspace_bytes([x.shape, matrix.shape], {}, 2),), np.uint8)
     launches = gemm.gemm(scope, LaunchArgs("gemm", [x, matrix, bias], [out], {}, workspace))
     assert [launch.kernel for launch in launches] == ["split_rows", "gemm"][not modes().has_tiles :]
     native().run(launches)

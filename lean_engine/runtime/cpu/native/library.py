@@ -16,6 +16,7 @@ from lean_engine.runtime.cpu.native.compiler import CompilationError, Compiler
 from lean_engine.runtime.cpu.native.launches import NativeLaunch
 from lean_engine.runtime.cpu.native.pool import LaunchList, Pool
 from lean_engine.runtime.cpu.native.sources import Sources
+from lean_engine.runtime.cpu.native.weight_memory import WeightMemory
 from lean_engine.runtime.whole_file import locked, read_whole, write_whole
 
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -118,11 +119,12 @@ def snake_case(name: str) -> str:
 
 
 class Native:
-    """The library with a pool to run it on."""
+    """The library with a pool to run it on, and memory for the weights that it reads."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.pool = Pool(library, num_threads)
+        self.weight_memory = WeightMemory()
 
     @property
     def num_threads(self) -> int:

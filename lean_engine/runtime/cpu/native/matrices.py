@@ -28,7 +28,6 @@ FLOATS = FORMATS[:3]  # types of elements that a checkpoint's rows can be packed
 BLOCKS = FORMATS[4:]  # GGUF's
 PANEL = 16  # outputs
 EXACT = Precision()
-ALIGNMENT = 64  # bytes
 TASK_BYTES = 1 << 18  # packed by a task
 Int, Float = ctypes.c_int64, ctypes.c_float
 
@@ -266,18 +265,12 @@ def panel_bytes(library: Library, format: str, depth: int) -> int:
     return int(library.function("panel_bytes_of", Int, Int, Int)(FORMATS.index(format), depth))
 
 
-def allocate_part(library: Library, shape: PartShape, num_experts: int, depth: int) -> Part:
-    panels, size = -(-shape.num_outputs // PANEL), panel_bytes(library, shape.format, depth)
-    scales = aligned((num_experts, panels, PANEL), np.float32) if shape.format == "int8" else None
-    memory = aligned((num_experts, panels, size), np.uint8)
+def allocate_part(native: Native, shape: PartShape, num_experts: int, depth: int) -> Part:
+    panels, size = -(-shape.num_outputs // PANEL), panel_bytes(native.library, shape.format, depth)
+    take = native.weight_memory.take
+    scales = take((num_experts, panels, PANEL), np.float32) if shape.format == "int8" else None
+    memory = take((num_experts, panels, size), np.uint8)
     return Part(shape.format, shape.first, shape.num_outputs, depth, size, memory, scales)
-
-
-def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def pack_pieces(
@@ -289,7 +282,7 @@ def pack_pieces(
     precision: Precision,
 ) -> Matrix:
     num_experts = shape[0] if len(shape) == 3 else 1
-    parts = [allocate_part(native.library, p, num_experts, shape[-1]) for p in part_shapes(pieces)]
+    parts = [allocate_part(native, p, num_experts, shape[-1]) for p in part_shapes(pieces)]
     for _, group in groupby(pieces, lambda piece: piece.tensor.name):
         for piece in group:
             part = next(p for p in reversed(parts) if p.first <= piece.first)
