@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("lean_engine")
 
 
+def prepare_cpu_device(config: EngineConfig) -> None:
+    """Begin in a thread what make_cpu_device would wait for, if it is likely to come."""
+    if config.device in ("auto", "cpu") and config.cpu_kernels != "numpy":
+        from lean_engine.runtime.cpu.native.compiler import ask_ahead
+
+        ask_ahead()
+
+
 def make_cpu_device(config: EngineConfig, progress: bool = False) -> Device:
     """A device with the kernels that cpu_kernels names; "auto" says in one line why it falls back on NumPy.
 

@@ -19,7 +19,7 @@ from lean_engine.config import EngineConfig, ModelConfig, token_ids
 from lean_engine.dtypes import dtype
 from lean_engine.engine import cuda_device
 from lean_engine.engine.core import Engine
-from lean_engine.engine.cpu_device import make_cpu_device, row_kernels
+from lean_engine.engine.cpu_device import make_cpu_device, prepare_cpu_device, row_kernels
 from lean_engine.engine.cuda_device import make_cuda_device, open_driver, own_bytes, refuse_elsewhere
 from lean_engine.engine.runner import Runner
 from lean_engine.engine.token_choice import HostChooser, TokenChooser
@@ -81,6 +81,7 @@ def start_engine(
     Raises:
         ConfigError, CheckpointError, OutOfMemory: one line that says what is wrong.
     """
+    prepare_cpu_device(config)
     checkpoint = open_checkpoint(
         model, revision=config.revision, token=config.hf_token, load_format=config.load_format, progress=progress
     )

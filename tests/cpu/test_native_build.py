@@ -13,7 +13,13 @@ import pytest
 from native_running import MACHINES, ProbeArgs, library_path, probe_library
 
 from lean_engine.errors import ConfigError, LaunchError
-from lean_engine.runtime.cpu.native.compiler import CompilationError, Compiler, find_compiler, first_error
+from lean_engine.runtime.cpu.native.compiler import (
+    CompilationError,
+    Compiler,
+    ask_ahead,
+    find_compiler,
+    first_error,
+)
 from lean_engine.runtime.cpu.native.library import Library, build_library, snake_case
 from lean_engine.runtime.cpu.native.sources import Sources, kernel_sources
 
@@ -192,6 +198,26 @@ def test_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # ---- the library
+
+
+def test_compiler_is_asked_once_in_a_process_and_ahead_where_that_is_wished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    monkeypatch.setenv("CC", str(program(tmp_path, "cc", f"echo x >> {asked}; echo '#define A 1'")))
+    ask_ahead()
+    assert [find_compiler().describe() for _ in range(2)] == ["#define A 1\n"] * 2
+    assert asked.read_text() == "x\n"
+
+
+def test_compiler_that_could_not_be_asked_ahead_is_an_error_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", str(program(tmp_path, "cc", "echo 'cc: license expired' >&2; exit 3")))
+    for _ in range(2):
+        ask_ahead()
+        with pytest.raises(CompilationError, match="license expired"):
+            find_compiler().describe()
 
 
 @pytest.mark.parametrize("machine", MACHINES)
