@@ -18,10 +18,10 @@
 #define BLOCK_ROWS 64
 #define BLOCK_PANELS 8
 
-// Packed weights that come next: while a product runs they are asked for, evenly.
+// Packed weights that come next: while products run they are asked for, evenly.
 typedef struct {
     const uint8_t *panels[TILE_PANELS];
-    int64_t step;  // bytes per k of the running product; 0 = they have been asked for
+    int64_t step;  // bytes per k of the running product
 } coming;
 
 // sums[r, panel] (+)= x[r, :depth] . w[panel]; x rows lie DEPTH_BLOCK apart, sums' rows BLOCK_PANELS panels.
@@ -151,7 +151,8 @@ static void multiply_panels(const block *b, int64_t p, int P, int64_t ahead) {
     const float *weights[TILE_PANELS];
     const int format = (int)b->w->format;
     const int64_t unit = b->k / UNIT, units = b->depth / UNIT;
-    coming next = {.step = weight_bytes(format) / UNIT};
+    const int64_t group = group_rows(b->rows), num_groups = (b->rows + group - 1) / group;
+    coming next = {.step = (weight_bytes(format) / UNIT + num_groups - 1) / num_groups};
     for (int i = 0; i < P; i++) {
         const panel at = panel_at(format, b->w, b->first + p + i);
         const uint8_t *packed = at.weights + unit * weight_bytes(format);
@@ -163,11 +164,11 @@ static void multiply_panels(const block *b, int64_t p, int P, int64_t ahead) {
         expand_panel(b->w, b->first + p + i, unit, units, expanded[i]);
         weights[i] = expanded[i];
     }
-    const int64_t group = group_rows(b->rows);
-    for (int64_t r = 0; r < b->rows; r += group, next.step = 0) {
+    for (int64_t r = 0; r < b->rows; r += group) {
         const int64_t count = b->rows - r < group ? b->rows - r : group;
         float *sums = b->sums + (r * BLOCK_PANELS + p) * PANEL;
         tiles[count - 1][P - 1](b->copy + r * DEPTH_BLOCK, weights, sums, b->depth, b->k == 0, &next);
+        for (int i = 0; i < P; i++) next.panels[i] += b->depth * next.step;
     }
 }
 
