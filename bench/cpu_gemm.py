@@ -164,9 +164,8 @@ def bench(native: Native, weights: Weights, rows: int, figures: Figures) -> str:
     outputs, depth = first.shape
     x = np.random.default_rng(1).standard_normal((rows, depth)).astype(np.float32)
     out, sink = np.empty((rows, outputs), np.float32), np.empty(1 << 16, np.float32)
-    workspace = native.weight_memory.take(
-        (gemm.workspace_bytes([x.shape, first.shape], {}, native.num_threads),), np.uint8
-    )
+    num_bytes = gemm.workspace_bytes([x.shape, first.shape], {}, native.num_threads)
+    workspace = native.weight_memory.take((num_bytes,), np.uint8)
     modes = gemm.Modes.of(native.library)
 
     def call(launches: list[NativeLaunch]) -> Callable[[], None]:

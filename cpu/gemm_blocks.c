@@ -13,8 +13,8 @@ typedef struct {
     const char *x;
     int64_t rows;
     const rows_out *out;
-    int64_t direct;                     // so many blocks need nothing more: their sums are at their place in out
-    float *sums, *own;                  // [blocks][2][16][16]: of all chains, and of one that is not the first
+    int64_t direct;                    // so many blocks need nothing more: their sums are at their place in out
+    float *sums, *own;                 // [blocks][2][16][16]: of all chains, and of one that is not the first
     char (*prepared)[PREPARED_BYTES];  // [2], of a panel
 } task;
 
@@ -74,7 +74,8 @@ static void add_chain(const task *k) {
 static void multiply_two(const operands *o, const matrix *w, int64_t index, int64_t count, const char *x,
         int64_t rows, const rows_out *out) {
     char prepared[2][PREPARED_BYTES] __attribute__((aligned(64)));
-    float sums[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64))), own[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64)));
+    float sums[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64)));
+    float own[MAX_BLOCKS * 2 * SUMS] __attribute__((aligned(64)));
     const int64_t units = num_units(w->depth);
     const int is_plain = count > 1 && (index + 2) * PANEL <= w->num_outputs && !out->bias && !w->scales;
     const int64_t direct = is_plain ? rows / (2 * BLOCK_ROWS) * 2 : 0;

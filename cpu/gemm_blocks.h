@@ -77,7 +77,7 @@ INLINE void prefetch_units(const char *w0, const char *w1) {
 // A quarter of a unit of a panel: of the unit's k.
 typedef void split_fn(const product *t, int panel, int64_t unit, int quarter);
 
-#define SPLITS 8        // of a unit, of two panels
+#define SPLITS 8       // of a unit, of two panels
 #define SPLIT_AHEAD 2  // units: tiles cannot load at once what has just been stored
 
 // x and weights are sums of X and W parts, each smaller than the one before by a factor of 2^7 at least; products of

@@ -295,6 +295,9 @@ static void multiply_float32(const product *t) { multiply_tiles(PARTS_OF_X, 3, t
 static void multiply_float16(const product *t) { multiply_tiles(PARTS_OF_X, 2, t, split_float16); }
 static void multiply_bfloat16(const product *t) { multiply_tiles(PARTS_OF_X, 1, t, NULL); }
 
+static void (*const runs[])(const product *t) = {
+    [FLOAT32] = multiply_float32, [BFLOAT16] = multiply_bfloat16, [FLOAT16] = multiply_float16};
+
 void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
         const rows_out *out) {
     const unsigned control = _mm_getcsr();
@@ -306,12 +309,10 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
         _tile_release();
     } else {
         const int64_t row_bytes = parts_row_bytes(w->depth);
-        operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
-                      .splits = PARTS_OF(w->format) > 1,
-                      .run = w->format == FLOAT32   ? multiply_float32
-                             : w->format == FLOAT16 ? multiply_float16
-                                                    : multiply_bfloat16};
-        o.w_unit = PARTS_OF(w->format) * TILE_BYTES, o.piece = o.chain = chain_units((int)w->format, num_units(w->depth));
+        const int64_t chain = chain_units((int)w->format, num_units(w->depth));
+        const operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
+                            .w_unit = PARTS_OF(w->format) * TILE_BYTES, .piece = chain, .chain = chain,
+                            .run = runs[w->format], .splits = PARTS_OF(w->format) > 1};
         configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
         multiply_blocks(&o, w, first_panel, count, x, rows, out);
         _tile_release();

@@ -77,6 +77,12 @@ def guarded(num_elements: int, offset: int = 3) -> Float32:
     return np.full(offset + num_elements + GUARD, POISON, np.float32)[offset:]
 
 
+def scratch(num_bytes: int) -> NDArray[np.uint8]:
+    """Undefined memory that begins at a cache line."""
+    memory = np.empty(num_bytes + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][:num_bytes]
+
+
 def product(
     x: Float32,
     matrix: Matrix,
@@ -89,7 +95,7 @@ def product(
     rows, outputs = len(x), matrix.shape[0]
     out = guarded(rows * outputs)
     size = gemm.workspace_bytes([x.shape, matrix.shape], {}, num_threads)
-    workspace = native(machine).weight_memory.take((size + GUARD,), np.uint8)
+    workspace = scratch(size + GUARD)
     workspace[...] = 0xFF  # NaN, as whatever type it is read
     launches = gemm.launches(
         *(processor or modes(machine), num_threads, matrix, address(x), x.shape),
@@ -362,7 +368,7 @@ def test_capture_makes_one_launch_of_an_exact_product_and_one_to_split_x_for_til
     matrix = random_matrix("bfloat16", (48, 64), "native")
     x, bias, out = random_rows(6, matrix), np.ones(48, np.float32), np.empty((6, 48), np.float32)
     scope = Scope(native().library, 2, {})
-    workspace = native().weight_memory.take((gemm.workspace_bytes([x.shape, matrix.shape], {}, 2),), np.uint8)
+    workspace = scratch(gemm.workspace_bytes([x.shape, matrix.shape], {}, 2))
     launches = gemm.gemm(scope, LaunchArgs("gemm", [x, matrix, bias], [out], {}, workspace))
     assert [launch.kernel for launch in launches] == ["split_rows", "gemm"][not modes().has_tiles :]
     native().run(launches)
