@@ -60,6 +60,11 @@ def test_a_region_lives_as_long_as_what_lies_in_it(monkeypatch: pytest.MonkeyPat
     assert regions[0]() is None
 
 
+def test_a_system_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # no advice of this number is known
+    assert not WeightMemory().take((PAGE,), np.uint8).any()
+
+
 @pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 64])
 def test_more_than_there_is_is_refused_with_both_numbers(num_bytes: int) -> None:
     with pytest.raises(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ def new_region(num_bytes: int) -> NDArray[np.uint8]:
             f"cannot allocate {num_bytes:,} bytes of weights; {free:,} bytes of memory are free"
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % PAGE
     return whole[start : start + size]
