@@ -135,7 +135,8 @@ class Simulation:
         )
         self.block_size = block_size
         self.is_cached = cache is not None
-        self.is_in_order = cache is None and long_prefill_token_threshold == 0  # otherwise some may pass others
+        is_plain = cache is None and long_prefill_token_threshold == 0  # otherwise some may pass others
+        self.is_in_order = is_plain and policy == "fcfs"  # one of higher priority waits for what those that run leave
         self.content: dict[BlockKey, tuple[object, list[int]]] = {}  # key → extra keys and tokens it stands for
         self.num_hits = 0
         self.max_num_seqs = max_num_seqs
@@ -145,7 +146,7 @@ class Simulation:
         self.num_tokens_at_preemption: dict[str, int] = {}
         self.num_preemptions = 0
         # The reserve reckons with one new token per request and step, and with chunks that only the token budget cuts.
-        self.is_reserve_exact = self.is_in_order
+        self.is_reserve_exact = is_plain
         self.num_finished = 0
         self.depth = depth
         self.in_flight: list[tuple[StepPlan, list[ScheduledChunk], list[list[int]]]] = []
