@@ -79,6 +79,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 def read_generation_config(file: GgufFile) -> dict[str, Any]:
     """The generation_config.json of a GGUF file: every id that ends a turn, and recommended sampling where stored."""
     ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    for token_id in ids:
+        if token_id is not None and not isinstance(token_id, int):
+            raise CheckpointError(f"{file.path}: a token id that ends a turn is {token_id!r}, should be an integer")
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, StringArray) and isinstance(types, list):
         control_ids = [i for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL_TOKEN]

@@ -195,7 +195,7 @@ class GgufFile:
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in the mapped file, each made when it is asked for.
+    """An array of strings, each made when it is asked for; the file may change or go meanwhile.
 
     Args:
         starts: where each string's length stands, then where the last string ends; bytes from the start of the file.
@@ -205,8 +205,12 @@ class StringArray(Sequence[str]):
     """
 
     def __init__(self, mapped: MappedFile, starts: array[int]) -> None:
-        self._mapped = mapped
+        self._path = mapped.path
         self._starts = starts
+        self._data = bytes(mapped.buffer[starts[0] : starts[-1]])
+
+    def __repr__(self) -> str:
+        return f"[{self[0]!r}, …]" if len(self) else "[]"
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -224,19 +228,18 @@ class StringArray(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         """All of them: out of one copy, twice as fast as one by one."""
-        begin, end = self._starts[0], self._starts[-1]
-        data, starts = self._mapped.buffer[begin:end], [start - begin for start in self._starts]
+        data, starts = self._data, [start - self._starts[0] for start in self._starts]
         try:
             return iter([str(data[a + _LENGTH_BYTES : b], "utf-8") for a, b in pairwise(starts)])
         except UnicodeDecodeError:
             return map(self._read, range(len(self)))  # which says where
 
     def _read(self, index: int) -> str:
-        start, end = self._starts[index] + _LENGTH_BYTES, self._starts[index + 1]
+        first, start = self._starts[0], self._starts[index] + _LENGTH_BYTES
         try:
-            return str(self._mapped.buffer[start:end], "utf-8")
+            return str(self._data[start - first : self._starts[index + 1] - first], "utf-8")
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self._mapped.path}: the string at byte {start} is not UTF-8") from None
+            raise CheckpointError(f"{self._path}: the string at byte {start} is not UTF-8") from None
 
 
 class _Reader:

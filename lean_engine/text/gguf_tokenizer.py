@@ -110,8 +110,8 @@ class Vocabulary:
     """The three parallel arrays of the metadata; the index is the token id."""
 
     tokens: list[str]
-    types: list[int]
-    scores: list[float]
+    types: Sequence[int]
+    scores: Sequence[float]
 
 
 def load_metadata(metadata: dict[str, Any]) -> TokenizerParts:
@@ -136,11 +136,14 @@ def load_metadata(metadata: dict[str, Any]) -> TokenizerParts:
     return TokenizerParts(backend, "GGUF", bos, eos, read_templates(metadata))
 
 
-def required_list(metadata: dict[str, Any], key: str) -> Sequence[Any]:
-    """An array that must be there."""
+def required_list(metadata: dict[str, Any], key: str, kind: type | tuple[type, ...] = str) -> Sequence[Any]:
+    """An array that must be there; its elements, which are all of one type, are of a kind."""
     value = metadata.get(key)
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise CheckpointError(f"GGUF: {key} is {kind_of(value)}; should be a list")
+    if value and not isinstance(value[0], kind):
+        wanted = "strings" if kind is str else "numbers"
+        raise CheckpointError(f"GGUF: {key} is a list with {value[0]!r}; should be a list of {wanted}")
     return value
 
 
@@ -161,14 +164,14 @@ def model_of(metadata: dict[str, Any]) -> str:
 def pre_tokenizer_of(metadata: dict[str, Any]) -> PreTokenizer:
     """The named pre-tokenizer; CheckpointError where it is not known."""
     name = metadata.get("tokenizer.ggml.pre") or "default"
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise CheckpointError(f"GGUF: tokenizer.ggml.pre {name!r} is not known; known: {known}")
     return PRE_TOKENIZERS[name]
 
 
 def find_eos_id(metadata: dict[str, Any]) -> int | None:
-    """The end-of-text id of the tokenizer that `load_metadata` would build; no string of the vocabulary is read.
+    """The end-of-text id of the tokenizer that `load_metadata` would build; of the vocabulary one string is read.
 
     CheckpointError as load_metadata, for the mistakes that show without reading the strings.
     """
@@ -180,8 +183,10 @@ def find_eos_id(metadata: dict[str, Any]) -> int | None:
 def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
     """Tokens with their types and scores; an empty token gets the name that llama.cpp gives it."""
     tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(required_list(metadata, "tokenizer.ggml.tokens"))]
-    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    scores = metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens))
+    types, scores = (
+        required_list(metadata, key, (int, float)) if key in metadata else [usual] * len(tokens)
+        for key, usual in (("tokenizer.ggml.token_type", NORMAL), ("tokenizer.ggml.scores", 0.0))
+    )
     for name, values in (("token_type", types), ("scores", scores)):
         if len(values) != len(tokens):
             raise CheckpointError(f"GGUF: {len(tokens)} tokens but {len(values)} values in tokenizer.ggml.{name}")
@@ -241,7 +246,7 @@ def sentencepiece_bpe(metadata: dict[str, Any], vocabulary: Vocabulary) -> token
     if metadata["tokenizer.ggml.model"] == "gemma4":
         merges, has_prefix = stored_merges(metadata), False
     else:
-        required_list(metadata, "tokenizer.ggml.scores")
+        required_list(metadata, "tokenizer.ggml.scores", (int, float))
         merges = merges_by_score(vocabulary)
         has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == UNKNOWN), None)
@@ -307,7 +312,7 @@ def token_id_of(metadata: dict[str, Any], name: str, num_tokens: int) -> int | N
     """The value of `tokenizer.ggml.{name}_token_id`, or the one that the algorithm takes where it is missing."""
     default = LLAMA_IDS[name] if metadata["tokenizer.ggml.model"] == "llama" else None
     token_id: int | None = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-    if token_id is not None and not 0 <= token_id < num_tokens:
+    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < num_tokens):
         raise CheckpointError(
             f"GGUF: tokenizer.ggml.{name}_token_id is {token_id}; the vocabulary has {num_tokens} tokens"
         )

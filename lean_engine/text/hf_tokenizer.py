@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,62 +30,84 @@ CLASSES_WITH_ADD_BOS = {
 }
 
 
-def load_directory(directory: Path) -> TokenizerParts:
-    """Load the tokenizer of a model directory; CheckpointError names the file that is missing or wrong."""
-    backend = read_backend(directory)
-    config_path = directory / "tokenizer_config.json"
-    config, names = read_names(directory)
-    add_configured_tokens(backend, names, config_path)
-    bos, eos = text_of(names.get("bos_token"), config_path), text_of(names.get("eos_token"), config_path)
-    honour_add_bos(backend, config, bos, eos, config_path)
-    return TokenizerParts(backend, str(directory / "tokenizer.json"), bos, eos, read_templates(directory, config))
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the files of a model directory say of its tokenizer; they may change or go meanwhile."""
+
+    path: Path  # of tokenizer.json
+    backend: str  # its text
+    config: dict[str, Any]  # tokenizer_config.json
+    names: dict[str, Any]  # the same completed by special_tokens_map.json
+    chat_templates: dict[str, str]
+
+    @property
+    def config_path(self) -> Path:
+        return self.path.with_name("tokenizer_config.json")
+
+    @property
+    def eos_token(self) -> str | None:
+        return text_of(self.names.get("eos_token"), self.config_path)
 
 
-def find_eos_id(directory: Path) -> int | None:
-    """The end-of-text id of the tokenizer that `load_directory` would build; of tokenizer.json only the part that lists
-    the added tokens is read, in a tenth of the time.
-
-    LookupError where the token is not among those; CheckpointError as load_directory for the files that are looked at.
-    """
-    _, names = read_names(directory)
-    eos = text_of(names.get("eos_token"), directory / "tokenizer_config.json")
-    path = path_of_tokenizer(directory)
-    if eos is None:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-        key = ADDED_TOKENS.search(text)
-        added = [] if key is None else json.JSONDecoder().raw_decode(text, key.end())[0]
-        ids: dict[str, int] = {token["content"]: token["id"] for token in added}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise LookupError(f"{path}: its added tokens cannot be read alone") from None
-    return ids[eos]
-
-
-def read_names(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """tokenizer_config.json, and the same completed by special_tokens_map.json."""
-    config = read_json(directory / "tokenizer_config.json")
-    return config, with_special_tokens_map(config, read_json(directory / "special_tokens_map.json"))
-
-
-def path_of_tokenizer(directory: Path) -> Path:
-    """Where tokenizer.json is; CheckpointError where it is not."""
+def read_files(directory: Path) -> TokenizerFiles:
+    """CheckpointError names the file that is missing or cannot be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         other = "; tokenizer.model alone is not read: convert it" if (directory / "tokenizer.model").is_file() else ""
         raise CheckpointError(f"{path}: no such file; a model directory needs a tokenizer.json{other}")
-    return path
+    try:
+        backend = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable tokenizer.json: {one_line(error)}") from None
+    config = read_json(directory / "tokenizer_config.json")
+    names = with_special_tokens_map(config, read_json(directory / "special_tokens_map.json"))
+    return TokenizerFiles(path, backend, config, names, read_templates(directory, config))
 
 
-def read_backend(directory: Path) -> tokenizers.Tokenizer:
+def load_directory(directory: Path) -> TokenizerParts:
+    """Load the tokenizer of a model directory; CheckpointError names the file that is missing or wrong."""
+    return load_files(read_files(directory))
+
+
+def load_files(files: TokenizerFiles) -> TokenizerParts:
+    """Build the tokenizer; CheckpointError names the file that is wrong."""
+    backend = read_backend(files)
+    add_configured_tokens(backend, files.names, files.config_path)
+    bos, eos = text_of(files.names.get("bos_token"), files.config_path), files.eos_token
+    honour_add_bos(backend, files.config, bos, eos, files.config_path)
+    return TokenizerParts(backend, str(files.path), bos, eos, files.chat_templates)
+
+
+def find_eos_id(files: TokenizerFiles) -> int | None:
+    """The end-of-text id of the tokenizer that `load_files` would build; of tokenizer.json only the part that lists the
+    added tokens is parsed, in a tenth of the time.
+
+    LookupError where the token is not one of those and of the vocabulary, once and under the same id: the vocabulary
+    decides the id of an added token, and the order that of others. CheckpointError as load_files for the names.
+    """
+    eos = files.eos_token
+    if eos is None:
+        return None
+    try:
+        key = ADDED_TOKENS.search(files.backend)
+        added = [] if key is None else json.JSONDecoder().raw_decode(files.backend, key.end())[0]
+        ids: list[int] = [token["id"] for token in added if token["content"] == eos]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise LookupError(f"{files.path}: its added tokens cannot be read alone") from None
+    entries = re.findall(re.escape(json.dumps(eos, ensure_ascii=False)) + r"\s*:\s*(\d+)", files.backend)
+    if len(ids) != 1 or [int(entry) for entry in entries] != ids:
+        raise LookupError(f"{files.path}: {eos!r} is not one added token of the vocabulary")
+    return ids[0]
+
+
+def read_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     """tokenizer.json as a `tokenizers` object that neither cuts nor pads."""
     from tokenizers import Tokenizer
 
-    path = path_of_tokenizer(directory)
     try:
-        backend = Tokenizer.from_file(str(path))
+        backend = Tokenizer.from_str(files.backend)
     except Exception as error:  # tokenizers raises nothing more specific
-        raise CheckpointError(f"{path}: not a readable tokenizer.json: {one_line(error)}") from None
+        raise CheckpointError(f"{files.path}: not a readable tokenizer.json: {one_line(error)}") from None
     backend.no_truncation()
     backend.no_padding()
     return backend

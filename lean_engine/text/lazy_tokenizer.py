@@ -1,7 +1,7 @@
 """A tokenizer that costs nothing until text is met: building one takes longer than all else that a start needs.
 
-A model that is given token ids and asked for no text starts without. What stands in the files apart from the vocabulary
-is checked when it is opened, and the vocabulary when it is built.
+A model that is given token ids and asked for no text starts without. The files are read when it is opened, and what
+stands in them apart from the vocabulary is checked; the vocabulary is when it is built.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def open_tokenizer(source: Path | dict[str, Any]) -> Tokenizer:
         return LazyTokenizer(partial(gguf_tokenizer.load_metadata, source), gguf_tokenizer.find_eos_id(source))
     from lean_engine.text import hf_tokenizer
 
+    files = hf_tokenizer.read_files(source)
     try:
-        return LazyTokenizer(partial(hf_tokenizer.load_directory, source), hf_tokenizer.find_eos_id(source))
+        return LazyTokenizer(partial(hf_tokenizer.load_files, files), hf_tokenizer.find_eos_id(files))
     except LookupError:
-        return Tokenizer(hf_tokenizer.load_directory(source))
+        return Tokenizer(hf_tokenizer.load_files(files))
 
 
 class LazyTokenizer(Tokenizer):

@@ -227,7 +227,10 @@ def test_strings_of_an_array_are_read_when_asked_for(tmp_path: Path) -> None:
     assert "日本" in found
     with pytest.raises(IndexError):
         found[4]
+    assert repr(found) == "['a', …]"
     content = path.read_bytes()
+    path.write_bytes(b"")
+    assert list(found) == texts
     place = content.index("日本".encode())
     path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
     damaged = GgufFile(path).metadata["k"]

@@ -14,7 +14,7 @@ import pytest
 
 from lean_engine.errors import CheckpointError
 from lean_engine.text import Tokenizer
-from lean_engine.text.hf_tokenizer import find_eos_id, load_directory
+from lean_engine.text.hf_tokenizer import find_eos_id, load_directory, read_files
 from lean_engine.text.lazy_tokenizer import LazyTokenizer, open_tokenizer
 from lean_engine.text.parts import TokenizerParts
 
@@ -71,7 +71,7 @@ def test_end_of_text_outside_the_added_tokens_is_found_by_building(tmp_path: Pat
     word = next(token for token in content["model"]["vocab"] if token not in str(content["added_tokens"]))
     write_directory(tmp_path, json.dumps(content), eos_token=word)
     with pytest.raises(LookupError):
-        find_eos_id(tmp_path)
+        find_eos_id(read_files(tmp_path))
     tokenizer = open_tokenizer(tmp_path)
     assert is_built(tokenizer)
     assert tokenizer.eos_token_id == content["model"]["vocab"][word]
@@ -84,6 +84,36 @@ def test_a_token_called_added_tokens_is_not_taken_for_the_list(tmp_path: Path) -
     content["added_tokens"] = added  # now the last key
     write_directory(tmp_path, json.dumps(content, indent=1), eos_token=added[1]["content"])
     assert open_tokenizer(tmp_path).eos_token_id == added[1]["id"]
+
+
+@pytest.mark.parametrize("change", ["twice", "shifted", "text", "nested"])
+def test_added_tokens_that_disagree_with_the_vocabulary_are_left_to_it(tmp_path: Path, change: str) -> None:
+    content = json.loads((TINY / "qwen2" / "tokenizer.json").read_text())
+    eos = content["added_tokens"][1]["content"]
+    wanted = Tokenizer.from_directory(write_directory(tmp_path, json.dumps(content), eos_token=eos)).eos_token_id
+    if change == "twice":
+        content["added_tokens"].append(content["added_tokens"][1] | {"id": 4})
+    elif change == "shifted":
+        for token in content["added_tokens"]:
+            token["id"] += 1
+    elif change == "text":
+        content["added_tokens"][1]["id"] = "1"
+    text = json.dumps(content) if change != "nested" else '{"added_tokens": ' + "[" * 100_000
+    write_directory(tmp_path, text, eos_token=eos)
+    if change in ("text", "nested"):
+        with pytest.raises(CheckpointError, match="not a readable tokenizer"):
+            open_tokenizer(tmp_path)
+    else:
+        assert open_tokenizer(tmp_path).eos_token_id == Tokenizer.from_directory(tmp_path).eos_token_id == wanted
+
+
+def test_files_may_go_or_change_once_they_are_open(tmp_path: Path) -> None:
+    write_directory(tmp_path, (TINY / "qwen2" / "tokenizer.json").read_text())
+    wanted = Tokenizer.from_directory(tmp_path).encode("ab")
+    tokenizer = open_tokenizer(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_text("no JSON")
+    assert tokenizer.encode("ab") == wanted
 
 
 def test_no_end_of_text_is_none(tmp_path: Path) -> None:
@@ -105,6 +135,9 @@ def test_missing_file_is_said_when_it_is_opened(tmp_path: Path, config: dict[str
         ("pre", "no-such", "pre 'no-such' is not known"),
         ("tokens", None, "tokens is missing"),
         ("eos_token_id", 5, "eos_token_id is 5; the vocabulary has 5 tokens"),
+        ("eos_token_id", [1], r"eos_token_id is \[1\]; the vocabulary has 5 tokens"),
+        ("pre", ["default"], r"pre \['default'\] is not known"),
+        ("tokens", [1, 2], "tokens is a list with 1; should be a list of strings"),
     ],
 )
 def test_gguf_mistake_outside_the_vocabulary_is_said_when_it_is_opened(key: str, value: Any, message: str) -> None:
@@ -113,7 +146,8 @@ def test_gguf_mistake_outside_the_vocabulary_is_said_when_it_is_opened(key: str,
 
 
 def test_damaged_vocabulary_is_said_by_every_use(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path, '{"added_tokens": [{"id": 1, "content": "</s>"}], "model"', eos_token="</s>")
+    damaged = '{"added_tokens": [{"id": 1, "content": "</s>"}], "model": {"vocab": {"</s>": 1'
+    directory = write_directory(tmp_path, damaged, eos_token="</s>")
     tokenizer = open_tokenizer(directory)
     assert tokenizer.eos_token_id == 1
     for _ in range(2):
