@@ -183,10 +183,11 @@ def find_eos_id(metadata: dict[str, Any]) -> int | None:
 def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
     """Tokens with their types and scores; an empty token gets the name that llama.cpp gives it."""
     tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(required_list(metadata, "tokenizer.ggml.tokens"))]
-    types, scores = (
-        required_list(metadata, key, (int, float)) if key in metadata else [usual] * len(tokens)
-        for key, usual in (("tokenizer.ggml.token_type", NORMAL), ("tokenizer.ggml.scores", 0.0))
-    )
+    usual: dict[str, Any] = {
+        "tokenizer.ggml.token_type": [NORMAL] * len(tokens),
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+    }
+    types, scores = (required_list(usual | metadata, key, (int, float)) for key in usual)
     for name, values in (("token_type", types), ("scores", scores)):
         if len(values) != len(tokens):
             raise CheckpointError(f"GGUF: {len(tokens)} tokens but {len(values)} values in tokenizer.ggml.{name}")
