@@ -84,9 +84,9 @@ static void multiply_two(const operands *o, const matrix *w, int64_t index, int6
     for (int64_t first = 0; first < units; first += o->chain) {
         const int64_t end = units - first < o->chain ? units : first + o->chain;
         const int64_t pieces = (end - first + o->piece - 1) / o->piece;
+        const int64_t length = (end - first + pieces - 1) / pieces;  // as equal as they can be
         for (int64_t u = first; u < end; u += t.units) {
-            const int64_t even = (end - first + pieces - 1) / pieces;
-            t.units = end - u < even ? end - u : even;
+            t.units = end - u < length ? end - u : length;
             multiply_piece(&k, first, u, &t);
         }
         if (first > 0) add_chain(&k);

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from lean_engine.errors import OutOfMemory
 from lean_engine.memory.budget import available_memory_bytes
+from lean_engine.passes.plan_memory import ALIGNMENT
 
-ALIGNMENT = 64  # bytes: a cache line
 PAGE = 1 << 21  # a huge page
 REGION = 1 << 26  # at least; what is not written takes no memory
 
