@@ -8,8 +8,8 @@
 #define STRETCH 256               // keys
 #define TILE 48                   // rows
 #define TILE_FLOATS 6144          // of a tile's results: tiles of large heads have fewer rows
-#define BF16_TILE 384             // rows, of paged_attention_bf16
-#define BF16_TILE_ELEMENTS 24576  // of its queries
+#define LARGE_TILE 384             // rows, of the kernels on AMX tiles
+#define LARGE_TILE_ELEMENTS 24576  // of its queries
 #define FEW_TILES 32              // a step of fewer tiles is split by stretches
 #define FEW_ROWS 192              // as long as they have no more rows
 

@@ -9,7 +9,8 @@ typedef struct {
     attention_item *items;
     attention_item *merges;       // [FEW_TILES]
     int64_t num_tokens, num_requests, num_kv_heads, group, head_dim, window;  // window 0: all
-    int64_t tile_rows;  // at most; 0: as many as paged_attention takes
+    int64_t few_rows;   // requests of so many rows or fewer are cut as paged_attention has them
+    int64_t tile_rows;  // of the others, at most
 } plan_attention_args;
 ARGS_SIZE(plan_attention)
 
@@ -20,8 +21,9 @@ typedef struct {
 
 INLINE cut cut_of(const plan_attention_args *a, int64_t b) {
     int64_t rows = a->seq_lens[b] ? (a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b]) * a->group : 0;
-    int64_t exact_rows = smaller(TILE, TILE_FLOATS / (ceil_div(a->head_dim, WIDTH) * WIDTH));
-    int64_t tiles = ceil_div(rows, a->tile_rows ? a->tile_rows : exact_rows);
+    int64_t tile_rows = a->tile_rows;
+    if (rows <= a->few_rows) tile_rows = smaller(TILE, TILE_FLOATS / (ceil_div(a->head_dim, WIDTH) * WIDTH));
+    int64_t tiles = ceil_div(rows, tile_rows);
     return (cut){rows, tiles, tiles ? ceil_div(rows, tiles) : 0};
 }
 

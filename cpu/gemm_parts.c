@@ -1,19 +1,16 @@
-// Exact products with weights that are floats on AMX tiles: float32 numbers as sums of bfloat16 ones, which tiles multiply
-// exactly and add in float32.
+// Exact products with weights that are floats on AMX tiles: both operands are split into bfloat16 parts (parts.h).
 //
-// x = high + middle + low, each rounded to the nearest bfloat16, holds float32's 24 bits. A FLOAT16 weight takes two
-// parts, cut off and not rounded (a part is then an upper half); BFLOAT16 is one. Of the products of parts only low
-// times low is left out, which is below 2^-22 of the whole, and below 2^-25 as a rule. x is split once, by a launch of
-// its own (split_rows), row after row, so that any 16 neighbours can be loaded as a tile; weights are split for all rows
-// of a task, or read in place. A FLOAT32 weight takes three parts and six products, which only many rows repay: few are
-// left to multiply-adds (native/gemm.py decides).
+// A FLOAT16 weight takes two parts, cut off and not rounded (a part is then an upper half); BFLOAT16 is one. x is split
+// once, by a launch of its own (split_rows), row after row, so that any 16 neighbours can be loaded as a tile; weights are
+// split for all rows of a task, or read in place. A FLOAT32 weight takes three parts and six products, which only many
+// rows repay: few are left to multiply-adds (native/gemm.py decides).
 //
 // A sum is made of chains of units, added in order: the same for any number of rows, by any of the three ways below. A
 // long chain would cost precision.
 
 #include "gemm_blocks.h"
+#include "parts.h"
 
-#define PARTS_OF_X 3
 #define PARTS_OF(format) ((format) == FLOAT32 ? 3 : (format) == FLOAT16 ? 2 : 1)
 #define MAX_CHAIN(format) (PREPARED_BYTES / TILE_BYTES / PARTS_OF(format))  // units
 
@@ -35,43 +32,27 @@ INLINE int64_t chain_units(int format, int64_t units) {
     return (units + chains - 1) / chains;
 }
 
-// What bfloat16 can hold: a larger number's rest goes to the next part, and infinity to the last.
-INLINE __m512 clamp(__m512 x) {
-    const __m512 largest = _mm512_set1_ps(0x1.fep127f), least = _mm512_set1_ps(-0x1.fep127f);
-    return _mm512_min_ps(largest, _mm512_max_ps(least, x));  // x is NaN: these are too
-}
-
-INLINE void split_unit(__m512 low, __m512 high, bf16 *out) {
-    for (int i = 0; i < PARTS_OF_X; i++, out += UNIT) {
-        const int is_last = i == PARTS_OF_X - 1;
-        const __m512i part = (__m512i)_mm512_cvtne2ps_pbh(is_last ? high : clamp(high), is_last ? low : clamp(low));
-        _mm512_storeu_si512(out, part);
-        low -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(part)), 16);
-        high -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(part, 1)), 16);
-    }
-}
-
 EXPORT void split_rows(const void *args, int64_t task) {
     const split_rows_args *a = args;
     const int64_t row_bytes = parts_row_bytes(a->depth), end = (task + 1) * a->rows_per_task;
     for (int64_t r = task * a->rows_per_task; r < end && r < a->num_rows; r++) {
         const float *x = a->x + (a->index ? a->index[r] : r) * a->stride;
         bf16 *out = (bf16 *)(a->out + r * row_bytes);
-        for (int64_t left = a->depth; left > 0; left -= UNIT, x += UNIT, out += PARTS_OF_X * UNIT) {
+        for (int64_t left = a->depth; left > 0; left -= UNIT, x += UNIT, out += MAX_PARTS * UNIT) {
             const __mmask16 low = left >= 16 ? 0xffff : (1 << left) - 1;
             const __mmask16 high = left >= 32 ? 0xffff : left > 16 ? (1 << (left - 16)) - 1 : 0;
-            split_unit(_mm512_maskz_loadu_ps(low, x), _mm512_maskz_loadu_ps(high, x + 16), out);
+            __m512i parts[MAX_PARTS];
+            split_32(MAX_PARTS, _mm512_maskz_loadu_ps(low, x), _mm512_maskz_loadu_ps(high, x + 16), parts);
+            for (int i = 0; i < MAX_PARTS; i++) _mm512_storeu_si512(out + i * UNIT, parts[i]);
         }
     }
 }
 
 // The upper halves of 32-bit elements side by side, even's below.
-INLINE __m512i upper_halves(vecf even, vecf odd) {
+INLINE __m512i pair_upper_halves(vecf even, vecf odd) {
     const __m512i bytes = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
     return _mm512_mask_shuffle_epi8((__m512i)odd, 0x3333333333333333, (__m512i)even, bytes);
 }
-
-INLINE vecf without_upper_half(vecf x) { return x - (vecf)((vu)x & 0xffff0000); }
 
 // Weights k and k + 1 of a panel's outputs.
 INLINE void load_pair(int format, const char *pair, vecf *even, vecf *odd) {
@@ -95,8 +76,8 @@ INLINE void split_weights(int format, const char *unit, int count, bf16 *out) {
         vecf even, odd;
         load_pair(format, unit, &even, &odd);
         for (int i = 0; i < PARTS_OF(format); i++) {
-            _mm512_store_si512(out + i * UNIT * PANEL, upper_halves(even, odd));
-            even = without_upper_half(even), odd = without_upper_half(odd);
+            _mm512_store_si512(out + i * UNIT * PANEL, pair_upper_halves(even, odd));
+            even = lower_half(even), odd = lower_half(odd);
         }
     }
 }
@@ -161,7 +142,7 @@ INLINE void few(int format, const matrix *w, int64_t index, int64_t count, const
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
+        for (int64_t u = first; u < end; u++, unit += bytes, x += MAX_PARTS * 64) {
             const int64_t ahead = ahead_of(w, GROUP, (u + 1) * bytes, units * bytes);
             PREPARE(0)
             if (u > first) { MULTIPLY(3) }  // of the unit before
@@ -219,7 +200,7 @@ INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, i
                 const vecf low_part = j == W - 1 ? low : (vecf)((vu)low & 0xffff0000);
                 const vecf high_part = j == W - 1 ? high : (vecf)((vu)high & 0xffff0000);
 #pragma GCC unroll 3
-                for (int i = 0; i < PARTS_OF_X - j; i++, n++) {
+                for (int i = 0; i < MAX_PARTS - j; i++, n++) {
                     even[p][n] = _mm512_fmadd_ps(low_part, _mm512_set1_ps(x[i][k]), even[p][n]);
                     odd[p][n] = _mm512_fmadd_ps(high_part, _mm512_set1_ps(x[i][k + 1]), odd[p][n]);
                 }
@@ -244,9 +225,9 @@ INLINE void single(int format, int P, const matrix *w, int64_t index, int64_t co
     for (int64_t first = 0; first < units; first += chain) {
         vecf sums[4] = {0};
         const int64_t end = units - first < chain ? units : first + chain;
-        for (int64_t u = first; u < end; u++, unit += bytes, x += PARTS_OF_X * 64) {
-            float parts[PARTS_OF_X][UNIT] __attribute__((aligned(64)));
-            for (int i = 0; i < 2 * PARTS_OF_X; i++) {
+        for (int64_t u = first; u < end; u++, unit += bytes, x += MAX_PARTS * 64) {
+            float parts[MAX_PARTS][UNIT] __attribute__((aligned(64)));
+            for (int i = 0; i < 2 * MAX_PARTS; i++) {
                 const __m256i half = _mm256_loadu_si256((const __m256i *)x + i);
                 vstore(parts[0] + 16 * i, (vecf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
             }
@@ -291,17 +272,16 @@ static inline void split_float16(const product *t, int panel, int64_t u, int qua
     split_quarter(FLOAT16, t, panel, u, quarter);
 }
 
-static void multiply_float32(const product *t) { multiply_tiles(PARTS_OF_X, 3, t, split_float32); }
-static void multiply_float16(const product *t) { multiply_tiles(PARTS_OF_X, 2, t, split_float16); }
-static void multiply_bfloat16(const product *t) { multiply_tiles(PARTS_OF_X, 1, t, NULL); }
+static void multiply_float32(const product *t) { multiply_tiles(MAX_PARTS, 3, t, split_float32); }
+static void multiply_float16(const product *t) { multiply_tiles(MAX_PARTS, 2, t, split_float16); }
+static void multiply_bfloat16(const product *t) { multiply_tiles(MAX_PARTS, 1, t, NULL); }
 
 static void (*const runs[])(const product *t) = {
     [FLOAT32] = multiply_float32, [BFLOAT16] = multiply_bfloat16, [FLOAT16] = multiply_float16};
 
 void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const void *x, int64_t rows,
         const rows_out *out) {
-    const unsigned control = _mm_getcsr();
-    _mm_setcsr(control | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);  // to split denormal weights would take long
+    const unsigned control = flush_denormals();
     if (w->format != FLOAT32 && rows == 1) {
         multiply_single_row(w, first_panel, count, x, out);
     } else if (w->format != FLOAT32 && rows <= BLOCK_ROWS) {
@@ -310,14 +290,14 @@ void multiply_parts(const matrix *w, int64_t first_panel, int64_t count, const v
     } else {
         const int64_t row_bytes = parts_row_bytes(w->depth);
         const int64_t chain = chain_units((int)w->format, num_units(w->depth));
-        const operands o = {.x_row = row_bytes, .x_unit = PARTS_OF_X * 64, .x_block = BLOCK_ROWS * row_bytes,
+        const operands o = {.x_row = row_bytes, .x_unit = MAX_PARTS * 64, .x_block = BLOCK_ROWS * row_bytes,
                             .w_unit = PARTS_OF(w->format) * TILE_BYTES, .piece = chain, .chain = chain,
                             .run = runs[w->format], .splits = PARTS_OF(w->format) > 1};
         configure_tiles(BLOCK_ROWS, TILES_OF_ROWS);
         multiply_blocks(&o, w, first_panel, count, x, rows, out);
         _tile_release();
     }
-    _mm_setcsr(control);
+    restore_denormals(control);
 }
 
 #else

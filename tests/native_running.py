@@ -94,7 +94,7 @@ def cpu_device(name: str, threads: int = 2, **options: Any) -> CpuDevice | Nativ
     return NativeCpuDevice(library_path(name), threads, **options)
 
 
-def compiled_devices(kv_cache_dtypes: Sequence[str] = ("float32",)) -> Any:
+def compiled_devices(kv_cache_dtypes: Sequence[str] = ("float32",), **options: Any) -> Any:
     """A fixture: the compiled device for each of MACHINES, with keys and values in each of these types."""
     kinds = list(itertools.product(MACHINES, kv_cache_dtypes))
 
@@ -104,7 +104,7 @@ def compiled_devices(kv_cache_dtypes: Sequence[str] = ("float32",)) -> Any:
     @pytest.fixture(scope="module", params=kinds, ids=name)
     def device(request: pytest.FixtureRequest) -> Iterator[Any]:
         machine, kv_cache_dtype = request.param
-        device = cpu_device(machine, 2, kv_cache_dtype=kv_cache_dtype)
+        device = cpu_device(machine, 2, kv_cache_dtype=kv_cache_dtype, **options)
         yield device
         device.close()
 

@@ -1,4 +1,7 @@
-"""Compiled paged_attention against the oracle: any geometry, cache type and processor; the same bits in any batch."""
+"""Compiled paged_attention against the oracle: any geometry, cache type and processor; the same bits in any batch.
+
+By multiply-adds alone: what kernels on AMX tiles do is tested in test_native_attention_parts and _bf16.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from test_cpu_attention import DECODES, MIXED, Batch, Request
 
 from lean_engine.errors import LaunchError
 from lean_engine.runtime.cpu.native import attention
+from lean_engine.runtime.cpu.native.launches import Precision
 
 Array = NDArray[Any]
 # Contexts around the ends of stretches of 256 keys, chunks of one tile and of several, all in one batch.
@@ -25,12 +29,14 @@ LONG: list[Request] = [(700, 1), (900, 3), (255, 1), (256, 1), (257, 2), (0, 80)
 CACHE_TYPES = ("float32", "bfloat16", "float16")
 
 
-device = compiled_devices(CACHE_TYPES)
+EXACT = Precision(is_batch_invariant=True)
+
+device = compiled_devices(CACHE_TYPES, precision=EXACT)
 
 
 @pytest.fixture(scope="module")
 def native() -> Iterator[Any]:
-    device = cpu_device("native", 2)
+    device = cpu_device("native", 2, precision=EXACT)
     yield device
     device.close()
 
@@ -189,7 +195,8 @@ def test_bits_depend_on_nothing_but_the_row(device: Any, window: int | None) -> 
 
 @pytest.mark.parametrize("requests", [LONG, [(2000, 1), (40, 1)], [(300, 1)] * 70], ids=["long", "split", "decodes"])
 def test_bits_do_not_depend_on_threads(requests: list[Request]) -> None:
-    results = results_of_threads(Batch(requests, num_kv_heads=3, group=3, head_dim=64, block_size=16), 3)
+    batch = Batch(requests, num_kv_heads=3, group=3, head_dim=64, block_size=16)
+    results = results_of_threads(batch, 3, precision=EXACT)
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 

@@ -192,10 +192,10 @@ def test_bits_do_not_depend_on_threads(requests: list[Request]) -> None:
 
 
 def test_tiles_are_large_where_all_threads_have_some() -> None:
-    assert attention.bf16_tile(512 * 9, 64, 1) == 384
-    assert attention.bf16_tile(512 * 9, 128, 1) == 192
-    assert attention.bf16_tile(512 * 9, 64, 8) == 128
-    assert attention.bf16_tile(9, 256, 64) == 96
+    assert attention.large_tile(512 * 9, 64, 1) == 384
+    assert attention.large_tile(512 * 9, 128, 1) == 192
+    assert attention.large_tile(512 * 9, 64, 8) == 128
+    assert attention.large_tile(9, 256, 64) == 96
 
 
 def test_one_capture_serves_other_lengths_and_tables(native: Any) -> None:

@@ -1,7 +1,8 @@
 """paged_attention by cpu/attention.c: a step's plan, once for all layers of a geometry, and their launches.
 
-Where products are to be bfloat16's and there are AMX tiles, paged_attention_bf16 (cpu/attention_bf16.c) takes its
-place, for all requests of a step alike.
+Where there are AMX tiles, another kernel takes its place (cpu/attention_tiles.c): if products are to be bfloat16's,
+paged_attention_bf16, for all requests of a step alike; else paged_attention_parts, whose products are exact too, for
+requests of many rows.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ MIN_TILE = 24  # rows of a full tile at least
 FEW_TILES = 32
 FEW_ROWS = 192
 MAX_HEAD_DIM = 256
-MAX_BF16_TILE = 384  # rows of a tile of paged_attention_bf16
-BF16_TILE_ELEMENTS = 24576
+MAX_LARGE_TILE = 384  # rows of a tile of AMX kernels
+LARGE_TILE_ELEMENTS = 24576
 UNIT = 32  # elements that head_dim is padded to there
-MIN_BF16_TILE = 96
+MIN_LARGE_TILE = 96
+MAX_FMA_ROWS = FEW_ROWS  # of a request and KV head: fewer are faster by multiply-adds than split
+ALL_ROWS = 1 << 62
 TILES_PER_THREAD = 4
 ITEM_FIELDS = 8  # int32 each
 
@@ -40,7 +43,7 @@ class PlanAttentionArgs(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("cu_seqlens_q", "seq_lens", "counts", "items", "merges")),
         *((name, Int) for name in ("num_tokens", "num_requests", "num_kv_heads", "group", "head_dim", "window")),
-        ("tile_rows", Int),
+        *((name, Int) for name in ("few_rows", "tile_rows")),
     )
 
 
@@ -49,7 +52,7 @@ class PagedAttentionArgs(ctypes.Structure):
         *((name, Pointer) for name in ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "seq_lens")),
         *((name, Pointer) for name in ("counts", "items", "merges", "partials", "out")),
         *((name, Int) for name in ("num_kv_heads", "group", "head_dim", "block_size", "max_blocks", "window")),
-        ("cache_type", Int),
+        *((name, Int) for name in ("cache_type", "few_rows")),
         *((name, Float) for name in ("scale", "cap")),
     )
 
@@ -67,10 +70,31 @@ class Plan:
     addresses: tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Which kernel a step's attention takes, and how it cuts a request's rows into tiles."""
+
+    kernel: str
+    few_rows: int  # so many or fewer of a request and KV head are cut as paged_attention has them
+    tile_rows: int  # of the others, at most
+
+    @classmethod
+    def choose(cls, scope: Scope, rows: tuple[int, int, int], head_dim: int, scale: float) -> Way:
+        """rows: T, K, query heads per KV head."""
+        num_tokens, num_kv_heads, group = rows
+        if scale > 0 and has_tiles(scope):
+            tile_rows = large_tile(num_tokens * num_kv_heads * group, head_dim, scope.num_threads)
+            if scope.precision.products == "bfloat16":
+                return cls("paged_attention_bf16", 0, tile_rows)
+            if num_tokens * group > MAX_FMA_ROWS and not scope.precision.is_batch_invariant:
+                return cls("paged_attention_parts", MAX_FMA_ROWS, tile_rows)
+        return cls("paged_attention", ALL_ROWS, 1)
+
+
 def plan(
-    scope: Scope, cu_seqlens: Array, seq_lens: Array, sizes: tuple[int, int, int, int, int], tile: int, max_length: int
+    scope: Scope, cu_seqlens: Array, seq_lens: Array, sizes: tuple[int, int, int, int, int], way: Way, max_length: int
 ) -> Plan:
-    """sizes: T, K, query heads per KV head, D, window (0 = all). tile: rows of a tile at most; 0: paged_attention's."""
+    """sizes: T, K, query heads per KV head, D, window (0 = all)."""
 
     def make() -> tuple[Plan, list[NativeLaunch]]:
         num_tokens, num_kv_heads, group, head_dim, window = sizes
@@ -83,12 +107,12 @@ def plan(
         addresses = address(counts), address(items), address(merges)
         fields = PlanAttentionArgs(
             *(address(cu_seqlens), address(seq_lens), *addresses),
-            *(num_tokens, num_requests, num_kv_heads, group, head_dim, window, tile),
+            *(num_tokens, num_requests, num_kv_heads, group, head_dim, window, way.few_rows, way.tile_rows),
         )
         made = Plan(counts, items, merges, addresses)
         return made, [NativeLaunch("plan_attention", fields, 1, keeps=(made,))]
 
-    return scope.once_per_step(("plan_attention", address(seq_lens), len(seq_lens), sizes, tile), make)
+    return scope.once_per_step(("plan_attention", address(seq_lens), len(seq_lens), sizes, way), make)
 
 
 def num_stretches(max_length: int) -> int:
@@ -122,34 +146,33 @@ def paged_attention(scope: Scope, args: LaunchArgs) -> list[NativeLaunch]:
     window = int(args.scalars["window"] or 0)
     sizes = num_tokens, num_kv_heads, group, head_dim, window
     scale = float(args.scalars["scale"])
-    in_bf16 = scope.precision.products == "bfloat16" and scale > 0 and has_tiles(scope)
-    tile = bf16_tile(num_tokens * num_kv_heads * group, head_dim, scope.num_threads) if in_bf16 else 0
-    made = plan(scope, cu_seqlens, seq_lens, sizes, tile, max_blocks * block_size)
+    way = Way.choose(scope, (num_tokens, num_kv_heads, group), head_dim, scale)
+    made = plan(scope, cu_seqlens, seq_lens, sizes, way, max_blocks * block_size)
     fields = PagedAttentionArgs(
         *map(address, args.inputs),
         *(*made.addresses, address(args.workspace), address(args.outputs[0])),
-        *(num_kv_heads, group, head_dim, block_size, max_blocks, window, cache_type(k_cache)),
+        *(num_kv_heads, group, head_dim, block_size, max_blocks, window, cache_type(k_cache), way.few_rows),
         *powers_of_two(scale, args.scalars["softcap"]),
     )
     return [
-        NativeLaunch("paged_attention_bf16" if in_bf16 else "paged_attention", fields, 0, "count_attention", (made,)),
+        NativeLaunch(way.kernel, fields, 0, "count_attention", (made,)),
         NativeLaunch("merge_attention", fields, 0, "count_attention_merges", (made,)),
     ]
 
 
 def has_tiles(scope: Scope) -> bool:
-    """Whether paged_attention_bf16 can run: the processor has AMX tiles, and the system grants them."""
-    return scope.constant("has_attention_bf16", lambda: bool(scope.library.function("has_attention_bf16", Int)()))
+    """Whether kernels on AMX tiles can run: the processor has them, and the system grants them."""
+    return scope.constant("has_attention_tiles", lambda: bool(scope.library.function("has_attention_tiles", Int)()))
 
 
-def bf16_tile(num_rows: int, head_dim: int, num_threads: int) -> int:
-    """Rows of a tile of paged_attention_bf16 at most: many share the prepared keys, but all threads should have tiles.
+def large_tile(num_rows: int, head_dim: int, num_threads: int) -> int:
+    """Rows of a tile of AMX kernels at most: many share the prepared keys, but all threads should have tiles.
 
     A row's result does not depend on it.
     """
-    most = min(MAX_BF16_TILE, BF16_TILE_ELEMENTS // (-(-head_dim // UNIT) * UNIT))
+    most = min(MAX_LARGE_TILE, LARGE_TILE_ELEMENTS // (-(-head_dim // UNIT) * UNIT))
     share = num_rows // (TILES_PER_THREAD * num_threads)
-    return min(most, max(MIN_BF16_TILE, share)) // UNIT * UNIT
+    return min(most, max(MIN_LARGE_TILE, share)) // UNIT * UNIT
 
 
 def powers_of_two(scale: float, softcap: float | None) -> tuple[float, float]:
