@@ -142,13 +142,13 @@ INLINE const bf16 *keys_of(int W, const char *rows, int64_t dim, int64_t padded,
 INLINE void few_scores(const job *j, const bf16 *keys, int64_t stride, float *scores) {
     scratch *s = j->s;
     __m512i x[4];
-    _tile_zero(2);
+    tile_zero(2);
     for (int64_t d = 0; d < j->padded; d += UNIT) {
-        _tile_loadd(3, keys + d, stride * sizeof *keys);
-        _tile_loadd(5, s->q + d * WIDTH, 64);
-        _tile_dpbf16ps(2, 3, 5);
+        tile_load(3, keys + d, stride * sizeof *keys);
+        tile_load(5, s->q + d * WIDTH, 64);
+        tile_multiply_bf16(2, 3, 5);
     }
-    _tile_stored(2, s->turned, 64);
+    tile_store(2, s->turned, 64);
     for (int64_t r = 0; r < j->t.item->num_rows; r += 4) {
         turn_16_bytes((const char *)(s->turned + r), 64, x);
         UNROLL for (int i = 0; i < 4; i++) _mm512_store_si512(scores + (r + i) * STRETCH, x[i]);
@@ -336,32 +336,32 @@ INLINE void multiply_two(int X, int W, const bf16 *x, int64_t x_stride, const bf
     const int pairs = num_pairs(X, W);
     const bf16 *low = x + 16 * x_stride;
     float *low_out = out + 16 * out_stride;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (two) _tile_zero(2);
-    if (two) _tile_zero(3);
+    tile_zero(0);
+    tile_zero(1);
+    if (two) tile_zero(2);
+    if (two) tile_zero(3);
     for (int64_t u = 0; u < units; u++) {
         UNROLL for (int n = MAX_PAIRS - pairs; n < MAX_PAIRS; n++) {
             const int l = PAIRS[n].left, r = PAIRS[n].right, is_first = n == MAX_PAIRS - pairs;
-            if (is_first || l != PAIRS[n - 1].left) _tile_loadd(4, x + l * UNIT, x_bytes);
-            if (is_first || r != PAIRS[n - 1].right) _tile_loadd(6, first + r * UNIT_ELEMENTS, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            if (is_first || r != PAIRS[n - 1].right) _tile_loadd(7, second + r * UNIT_ELEMENTS, 64);
-            _tile_dpbf16ps(1, 4, 7);
+            if (is_first || l != PAIRS[n - 1].left) tile_load(4, x + l * UNIT, x_bytes);
+            if (is_first || r != PAIRS[n - 1].right) tile_load(6, first + r * UNIT_ELEMENTS, 64);
+            tile_multiply_bf16(0, 4, 6);
+            if (is_first || r != PAIRS[n - 1].right) tile_load(7, second + r * UNIT_ELEMENTS, 64);
+            tile_multiply_bf16(1, 4, 7);
             if (other) weigh_exactly(j, other);
             if (two) {
-                if (is_first || l != PAIRS[n - 1].left) _tile_loadd(5, low + l * UNIT, x_bytes);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+                if (is_first || l != PAIRS[n - 1].left) tile_load(5, low + l * UNIT, x_bytes);
+                tile_multiply_bf16(2, 5, 6);
+                tile_multiply_bf16(3, 5, 7);
             }
             if (other) weigh_exactly(j, other);
         }
         x += X * UNIT, low += X * UNIT, first += W * UNIT_ELEMENTS, second += W * UNIT_ELEMENTS;
     }
-    _tile_stored(0, out, out_bytes);
-    _tile_stored(1, out + 16, out_bytes);
-    if (two) _tile_stored(2, low_out, out_bytes);
-    if (two) _tile_stored(3, low_out + 16, out_bytes);
+    tile_store(0, out, out_bytes);
+    tile_store(1, out + 16, out_bytes);
+    if (two) tile_store(2, low_out, out_bytes);
+    if (two) tile_store(3, low_out + 16, out_bytes);
 }
 
 // Scores go to where the rows of `scores` end.

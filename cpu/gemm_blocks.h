@@ -5,7 +5,7 @@
 #define LEAN_GEMM_BLOCKS_H
 
 #include "gemm.h"
-#include "tiles.h"
+#include "parts.h"
 
 #define BLOCK_ROWS 16
 #define MAX_BLOCKS 16          // that share prepared weights
@@ -52,19 +52,19 @@ void multiply_blocks(const operands *o, const matrix *w, int64_t first_panel, in
 INLINE void load_sums(const product *t, int two) {
     const float *s0 = t->sums, *s2 = s0 + t->block_step;
     const int64_t step = t->row_step * (int64_t)sizeof(float);
-    _tile_loadd(0, s0, step);
-    _tile_loadd(1, s0 + t->panel_step, step);
-    if (two) _tile_loadd(2, s2, step);
-    if (two) _tile_loadd(3, s2 + t->panel_step, step);
+    tile_load(0, s0, step);
+    tile_load(1, s0 + t->panel_step, step);
+    if (two) tile_load(2, s2, step);
+    if (two) tile_load(3, s2 + t->panel_step, step);
 }
 
 INLINE void store_sums(const product *t, int two) {
     float *s0 = t->sums, *s2 = s0 + t->block_step;
     const int64_t step = t->row_step * (int64_t)sizeof(float);
-    _tile_stored(0, s0, step);
-    _tile_stored(1, s0 + t->panel_step, step);
-    if (two) _tile_stored(2, s2, step);
-    if (two) _tile_stored(3, s2 + t->panel_step, step);
+    tile_store(0, s0, step);
+    tile_store(1, s0 + t->panel_step, step);
+    if (two) tile_store(2, s2, step);
+    if (two) tile_store(3, s2 + t->panel_step, step);
 }
 
 INLINE void prefetch_units(const char *w0, const char *w1) {
@@ -80,38 +80,39 @@ typedef void split_fn(const product *t, int panel, int64_t unit, int quarter);
 #define SPLITS 8       // of a unit, of two panels
 #define SPLIT_AHEAD 2  // units: tiles cannot load at once what has just been stored
 
-// x and weights are sums of X and W parts, each smaller than the one before by a factor of 2^7 at least; products of
-// part i of x and part j of the weights count where i + j < X.
+// x and weights are sums of X and W parts (parts.h), each smaller than the one before by a factor of 2^7 at least.
 //
 // Weights that are to be split are so by `split`, some units ahead of the tiles, which work meanwhile: a share beside
 // the products of each pair of parts.
 INLINE void multiply_tiles_of(int X, int W, int two, const product *t, split_fn *split) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (two) _tile_zero(2);
-    if (two) _tile_zero(3);
+    tile_zero(0);
+    tile_zero(1);
+    if (two) tile_zero(2);
+    if (two) tile_zero(3);
     if (!t->is_first) load_sums(t, two);
     const char *x0 = t->x[0], *x1 = t->x[1], *w0 = t->w[0], *w1 = t->w[1];
-    const int splits = split && t->stored[0], num_pairs = W * (2 * X + 1 - W) / 2;
+    const int splits = split && t->stored[0], first = MAX_PAIRS - num_pairs(X, W);
     for (int64_t u = 0; splits && u < SPLIT_AHEAD && u < t->units; u++)
         for (int s = 0; s < SPLITS; s++) split(t, s % 2, u, s / 2);
     for (int64_t u = 0; u < t->units; u++) {
         if (t->ahead) prefetch_units(w0 + t->ahead, w1 + t->ahead);
-        for (int j = 0, pair = 0, s = 0; j < W; j++) {
-            _tile_loadd(6, w0 + j * TILE_BYTES, 64);
-            _tile_loadd(7, w1 + j * TILE_BYTES, 64);
-            for (int i = 0; i < X - j; i++) {
-                _tile_loadd(4, x0 + i * 64, t->x_row);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                if (two) {
-                    _tile_loadd(5, x1 + i * 64, t->x_row);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
-                for (pair++; splits && u + SPLIT_AHEAD < t->units && s < SPLITS * pair / num_pairs; s++)
-                    split(t, s % 2, u + SPLIT_AHEAD, s / 2);
+#pragma GCC unroll 6
+        for (int n = first, s = 0; n < MAX_PAIRS; n++) {
+            const int i = PAIRS[n].left, j = PAIRS[n].right;
+            if (n == first || j != PAIRS[n - 1].right) {
+                tile_load(6, w0 + j * TILE_BYTES, 64);
+                tile_load(7, w1 + j * TILE_BYTES, 64);
             }
+            if (n == first || i != PAIRS[n - 1].left) tile_load(4, x0 + i * 64, t->x_row);
+            tile_multiply_bf16(0, 4, 6);
+            tile_multiply_bf16(1, 4, 7);
+            if (two) {
+                if (n == first || i != PAIRS[n - 1].left) tile_load(5, x1 + i * 64, t->x_row);
+                tile_multiply_bf16(2, 5, 6);
+                tile_multiply_bf16(3, 5, 7);
+            }
+            for (; splits && u + SPLIT_AHEAD < t->units && s < SPLITS * (n + 1 - first) / (MAX_PAIRS - first); s++)
+                split(t, s % 2, u + SPLIT_AHEAD, s / 2);
         }
         x0 += t->x_unit, x1 += t->x_unit, w0 += t->w_unit, w1 += t->w_unit;
     }

@@ -293,21 +293,21 @@ typedef struct {
 // One segment: `steps` of them.
 INLINE void multiply_tiles(const uint8_t *weights, const char *x, int64_t row_bytes, int64_t steps,
         sums_of_tiles *sums) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
     for (int64_t i = 0; i < steps; i++, x += STEP, weights += STEP * PANEL) {
-        _tile_loadd(6, weights, 64);
-        _tile_loadd(3, x, row_bytes);
-        _tile_dpbssd(0, 3, 6);
-        _tile_loadd(4, x + GROUP, row_bytes);
-        _tile_dpbssd(1, 4, 6);
-        _tile_loadd(5, x + 2 * GROUP, row_bytes);
-        _tile_dpbssd(2, 5, 6);
+        tile_load(6, weights, 64);
+        tile_load(3, x, row_bytes);
+        tile_multiply_bytes(0, 3, 6);
+        tile_load(4, x + GROUP, row_bytes);
+        tile_multiply_bytes(1, 4, 6);
+        tile_load(5, x + 2 * GROUP, row_bytes);
+        tile_multiply_bytes(2, 5, 6);
     }
-    _tile_stored(0, sums->of[0], 64);
-    _tile_stored(1, sums->of[1], 64);
-    _tile_stored(2, sums->of[2], 64);
+    tile_store(0, sums->of[0], 64);
+    tile_store(1, sums->of[1], 64);
+    tile_store(2, sums->of[2], 64);
 }
 
 // A block of rows times a chunk of a panel: totals [16][16]. Sums of a segment are taken up while tiles are at the next.

@@ -9,7 +9,6 @@
 // long chain would cost precision.
 
 #include "gemm_blocks.h"
-#include "parts.h"
 
 #define PARTS_OF(format) ((format) == FLOAT32 ? 3 : (format) == FLOAT16 ? 2 : 1)
 #define MAX_CHAIN(format) (PREPARED_BYTES / TILE_BYTES / PARTS_OF(format))  // units
@@ -108,21 +107,21 @@ INLINE void ask_for(const char *units, int64_t panel_bytes, int64_t bytes, int q
 
 #define MULTIPLY(q) \
     if (q < count) { \
-        _tile_loadd(7, weights[q], 64); \
-        _tile_dpbf16ps(q, 4, 7); \
-        _tile_dpbf16ps(q, 5, 7); \
-        _tile_dpbf16ps(q, 6, 7); \
         if (PARTS_OF(format) > 1) { \
-            _tile_loadd(7, weights[q] + TILE_BYTES, 64); \
-            _tile_dpbf16ps(q, 4, 7); \
-            _tile_dpbf16ps(q, 5, 7); \
+            tile_load(7, weights[q] + TILE_BYTES, 64); \
+            tile_multiply_bf16(q, 4, 7); \
+            tile_multiply_bf16(q, 5, 7); \
         } \
+        tile_load(7, weights[q], 64); \
+        tile_multiply_bf16(q, 5, 7); \
+        tile_multiply_bf16(q, 6, 7); \
+        tile_multiply_bf16(q, 4, 7); \
     }
 
 // Adds what tile q has summed, or begins with it.
 #define ADD_SUMS(q) \
     if (q < count) { \
-        _tile_stored(q, first ? own : sums[q], PANEL * sizeof(float)); \
+        tile_store(q, first ? own : sums[q], PANEL * sizeof(float)); \
         for (int64_t i = 0; first && i < rows * PANEL; i += PANEL) \
             vstore(sums[q] + i, vload(sums[q] + i) + vload(own + i)); \
     }
@@ -138,17 +137,17 @@ INLINE void few(int format, const matrix *w, int64_t index, int64_t count, const
     const char *unit = (const char *)w->panels + index * w->panel_bytes, *weights[GROUP];
     for (int64_t first = 0; first < units; first += chain) {
         const int64_t end = units - first < chain ? units : first + chain;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
         for (int64_t u = first; u < end; u++, unit += bytes, x += MAX_PARTS * 64) {
             const int64_t ahead = ahead_of(w, GROUP, (u + 1) * bytes, units * bytes);
             PREPARE(0)
             if (u > first) { MULTIPLY(3) }  // of the unit before
-            _tile_loadd(4, x, row_bytes);
-            _tile_loadd(5, x + 64, row_bytes);
-            _tile_loadd(6, x + 128, row_bytes);
+            tile_load(4, x, row_bytes);
+            tile_load(5, x + 64, row_bytes);
+            tile_load(6, x + 128, row_bytes);
             PREPARE(1)
             MULTIPLY(0)
             PREPARE(2)
@@ -178,13 +177,11 @@ static void multiply_few_rows(const matrix *w, int64_t first_panel, int64_t coun
 
 // ---- one row
 
-#define MAX_PRODUCTS 5
-
 // To sums [P] what the tiles' products of a unit of P panels and a row add, in their order: each is the sum over even k
 // and that over odd k, by fused multiply-adds from zero. Asks for the same place `ahead` bytes on.
 INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, int64_t ahead,
         const float (*x)[UNIT], vecf *sums) {
-    vecf even[4][MAX_PRODUCTS] = {0}, odd[4][MAX_PRODUCTS] = {0};
+    vecf even[4][2][MAX_PARTS] = {0}, odd[4][2][MAX_PARTS] = {0};  // [panel][part of w][part of x]
     const int W = PARTS_OF(format);
     const int64_t bytes = weight_bytes(format) / (UNIT / 2);
 #pragma GCC unroll 1
@@ -194,25 +191,24 @@ INLINE void add_unit(int format, int P, const char *unit, int64_t panel_bytes, i
             vecf low, high;
             load_pair(format, unit + p * panel_bytes, &low, &high);
             for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(unit + p * panel_bytes + ahead + line);
-            int n = 0;
 #pragma GCC unroll 2
             for (int j = 0; j < W; j++) {
                 const vecf low_part = j == W - 1 ? low : (vecf)((vu)low & 0xffff0000);
                 const vecf high_part = j == W - 1 ? high : (vecf)((vu)high & 0xffff0000);
 #pragma GCC unroll 3
-                for (int i = 0; i < MAX_PARTS - j; i++, n++) {
-                    even[p][n] = _mm512_fmadd_ps(low_part, _mm512_set1_ps(x[i][k]), even[p][n]);
-                    odd[p][n] = _mm512_fmadd_ps(high_part, _mm512_set1_ps(x[i][k + 1]), odd[p][n]);
+                for (int i = 0; i < MAX_PARTS - j; i++) {
+                    even[p][j][i] = _mm512_fmadd_ps(low_part, _mm512_set1_ps(x[i][k]), even[p][j][i]);
+                    odd[p][j][i] = _mm512_fmadd_ps(high_part, _mm512_set1_ps(x[i][k + 1]), odd[p][j][i]);
                 }
                 low -= low_part, high -= high_part;
             }
         }
     }
-    const int num = W == 1 ? 3 : MAX_PRODUCTS;
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 5
-        for (int n = 0; n < num; n++) sums[p] += even[p][n] + odd[p][n];
+        for (int n = MAX_PAIRS - num_pairs(MAX_PARTS, W); n < MAX_PAIRS; n++)
+            sums[p] += even[p][PAIRS[n].right][PAIRS[n].left] + odd[p][PAIRS[n].right][PAIRS[n].left];
 }
 
 // `count` panels of P by multiply-adds, which keep up with memory: a tile takes as long for one row as for 16. The bits
