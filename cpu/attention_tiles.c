@@ -257,10 +257,12 @@ typedef struct {
     int64_t base;       // the stretch's first key
     int64_t low, high;  // keys of it that some row sees, whole units
     float *scores;      // [rows][SCORES_ROW]
-    mass *parts;        // [rows]: of those that are weighed
-    int64_t row;        // in turn; `rows`: all are weighed
-    int64_t first, next, end;  // its units, and those that are left: none until it has begun
-    __m512 scale, shift, total;
+    float scale;        // of scores
+    mass *parts;        // [rows]: maximum, where it is known; sum, where the row is weighed
+    int64_t first[GROUP_ROWS], end[GROUP_ROWS];  // whole units of keys that each row sees
+    int64_t begun, row;  // rows whose maximum is known; row that is weighed in turn
+    int64_t next;        // its unit in turn
+    __m512 total;        // of it
 } group;
 
 // The row's maximum among keys from first to last, which become whole units by keys that it does not see.
@@ -275,55 +277,60 @@ INLINE float maximum_of(float *scores, int64_t first, int64_t last, int64_t low,
     return _mm512_reduce_max_ps(_mm512_max_ps(most, other));
 }
 
+// Find the units and the maximum of the next row.
 INLINE void begin_row(int X, const job *j, group *g) {
-    const paged_attention_args *a = j->t.a;
-    const int64_t position = j->s->positions[g->first_row + g->row];
-    const int64_t first = larger(g->low, first_key(position, a->window) - g->base);
-    const int64_t last = smaller(g->high, position + 1 - g->base);
-    float *row = g->scores + g->row * SCORES_ROW(X), *scores = row + SCORES_ROW(X) - STRETCH, scale = a->scale;
-    if (first >= last) {
-        clear((bf16 *)row, X * g->low, X * g->high);
-        g->parts[g->row++] = (mass){-INFINITY, 0};
-        return;
-    }
-    g->first = g->next = first / UNIT * UNIT, g->end = ceil_div(last, UNIT) * UNIT;
-    if (a->cap != 0) {
-        for (int64_t i = g->next; i < g->end; i += WIDTH)
-            vstore(scores + i, a->cap * vtanh(vload(scores + i) * scale));
-        scale = 1;
-    }
-    const float maximum = maximum_of(scores, first, last, g->next, g->end) * scale;
-    g->parts[g->row].maximum = maximum;
-    g->scale = _mm512_set1_ps(scale), g->shift = _mm512_set1_ps(maximum), g->total = _mm512_setzero_ps();
+    const int64_t r = g->begun++, position = j->s->positions[g->first_row + r];
+    const int64_t first = larger(g->low, first_key(position, j->t.a->window) - g->base);
+    const int64_t last = smaller(g->high, position + 1 - g->base), sees = first < last;
+    float *scores = g->scores + (r + 1) * SCORES_ROW(X) - STRETCH;
+    g->first[r] = sees ? first / UNIT * UNIT : g->low, g->end[r] = sees ? ceil_div(last, UNIT) * UNIT : g->low;
+    g->parts[r].maximum = -INFINITY;
+    if (!sees) return;
+    if (j->t.a->cap != 0)
+        for (int64_t i = g->first[r]; i < g->end[r]; i += WIDTH)
+            vstore(scores + i, j->t.a->cap * vtanh(vload(scores + i) * j->t.a->scale));
+    g->parts[r].maximum = maximum_of(scores, first, last, g->first[r], g->end[r]) * g->scale;
 }
 
-INLINE void end_row(int X, group *g, bf16 *weights) {
-    clear(weights, X * g->low, X * g->first);
-    clear(weights, X * g->end, X * g->high);
-    g->parts[g->row++].sum = _mm512_reduce_add_ps(g->total);
+// Weigh a unit of a row.
+INLINE __m512 weigh_next(int X, const group *g, int64_t r, int64_t next, __m512 total) {
+    float *row = g->scores + r * SCORES_ROW(X);
+    const __m512 scale = _mm512_set1_ps(g->scale), shift = _mm512_set1_ps(g->parts[r].maximum);
+    return weigh_unit(X, row + SCORES_ROW(X) - STRETCH + next, scale, shift, total, (bf16 *)row + X * next);
 }
 
-// Scores → weights in their place, 0 for keys that a row does not see: a unit at a time, and before a row's units what
-// they depend on.
+// 0 for keys that the row does not see.
+INLINE void end_row(int X, const group *g, int64_t r, __m512 total) {
+    bf16 *weights = (bf16 *)(g->scores + r * SCORES_ROW(X));
+    clear(weights, X * g->low, X * g->first[r]);
+    clear(weights, X * g->end[r], X * g->high);
+    g->parts[r].sum = _mm512_reduce_add_ps(total);
+}
+
+// Scores → weights in their place, row after row.
 INLINE void weigh(int X, const job *j, group *g) {
-    if (g->next == g->end) {
-        if (g->row < g->rows) begin_row(X, j, g);
-        return;
+    while (g->begun < g->rows) begin_row(X, j, g);
+    for (int64_t r = 0; r < g->rows; r++) {
+        __m512 total = _mm512_setzero_ps();
+        for (int64_t next = g->first[r]; next < g->end[r]; next += UNIT) total = weigh_next(X, g, r, next, total);
+        end_row(X, g, r, total);
     }
-    float *row = g->scores + g->row * SCORES_ROW(X);
-    const float *scores = row + SCORES_ROW(X) - STRETCH + g->next;
-    g->total = weigh_unit(X, scores, g->scale, g->shift, g->total, (bf16 *)row + X * g->next);
-    g->next += UNIT;
-    if (g->next == g->end) end_row(X, g, (bf16 *)row);
 }
 
-// What products have beside them.
-static __attribute__((noinline)) void weigh_exactly(const job *j, group *g) { weigh(MAX_PARTS, j, g); }
-
-INLINE void weigh_rest(int X, const job *j, group *g) {
-    group own = *g;
-    while (own.row < own.rows) weigh(X, j, &own);
-    *g = own;
+// The same, a row's maximum or a unit at a time: what exact products have beside them.
+static __attribute__((noinline)) void weigh_some(const job *j, group *g) {
+    const int64_t r = g->row;
+    if (g->begun < g->rows) {
+        begin_row(MAX_PARTS, j, g);
+        g->next = g->first[0];
+        return;
+    }
+    if (r == g->rows) return;
+    if (g->next < g->end[r]) g->total = weigh_next(MAX_PARTS, g, r, g->next, g->total);
+    g->next += UNIT;
+    if (g->next < g->end[r]) return;
+    end_row(MAX_PARTS, g, r, g->total);
+    g->row++, g->next = g->first[smaller(g->row, GROUP_ROWS - 1)], g->total = _mm512_setzero_ps();
 }
 
 // ---- products: one or two blocks of rows times two right operands
@@ -348,13 +355,13 @@ INLINE void multiply_two(int X, int W, const bf16 *x, int64_t x_stride, const bf
             tile_multiply_bf16(0, 4, 6);
             if (is_first || r != PAIRS[n - 1].right) tile_load(7, second + r * UNIT_ELEMENTS, 64);
             tile_multiply_bf16(1, 4, 7);
-            if (other) weigh_exactly(j, other);
+            if (other) weigh_some(j, other);
             if (two) {
                 if (is_first || l != PAIRS[n - 1].left) tile_load(5, low + l * UNIT, x_bytes);
                 tile_multiply_bf16(2, 5, 6);
                 tile_multiply_bf16(3, 5, 7);
             }
-            if (other) weigh_exactly(j, other);
+            if (other) weigh_some(j, other);
         }
         x += X * UNIT, low += X * UNIT, first += W * UNIT_ELEMENTS, second += W * UNIT_ELEMENTS;
     }
@@ -405,7 +412,7 @@ INLINE group group_of(const job *j, int64_t base, int64_t begin, int64_t end, in
     const int64_t low = larger(begin, (first_key(positions[0], j->t.a->window) - base) / UNIT * UNIT);
     const int64_t high = smaller(end, ceil_div(positions[rows - 1] + 1 - base, UNIT) * UNIT);
     return (group){.first_row = first_row, .rows = rows, .base = base, .low = low, .high = high,
-                   .scores = j->s->scores[buffer], .parts = j->s->parts[buffer]};
+                   .scale = j->t.a->cap == 0 ? j->t.a->scale : 1, .scores = j->s->scores[buffer], .parts = j->s->parts[buffer]};
 }
 
 // Add a group's parts to its results, or leave them for merge_attention.
@@ -430,7 +437,7 @@ INLINE void attend_rounding(const job *j, int64_t base, int64_t begin, int64_t e
     for (int64_t i = 0; i < num_groups(j); i++) {
         group g = group_of(j, base, begin, end, i, 0);
         group_scores(1, 1, j, &g, NULL);
-        weigh_rest(1, j, &g);
+        weigh(1, j, &g);
         group_sums(1, 1, j, &g, NULL);
         add_parts(j, &g);
     }
@@ -449,7 +456,7 @@ INLINE void attend_exactly(int W, const job *j, int64_t base, int64_t begin, int
             group_sums(MAX_PARTS, W, j, first, second);
             add_parts(j, first);
         }
-        weigh_rest(MAX_PARTS, j, second);
+        while (second->row < second->rows) weigh_some(j, second);
     }
 }
 
