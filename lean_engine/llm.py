@@ -230,7 +230,7 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give threads and memory back."""
+        """Give threads and memory back: weights, KV blocks, captured steps. Only what is known of the model stays."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -65,4 +65,7 @@ class Runner:
             self.program.device.read(outputs["logits"][:1])  # waits: the inputs are written again
 
     def close(self) -> None:
-        self.program.device.close()
+        """Give the device back, and with it weights, caches and graphs: nothing can be launched after that."""
+        device = self.program.device
+        del self.program, self.chooser, self._batches
+        device.close()

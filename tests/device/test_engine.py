@@ -3,9 +3,11 @@
 One file, though long: its tests share the prompts and the check that nothing is left behind.
 """
 
+import gc
 import json
 import random
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +321,16 @@ def test_a_closed_engine_says_so(load_llm: LoadLLM) -> None:
     llm.close()
     with pytest.raises(RequestError, match="the engine is closed"):
         llm.generate("x")
+
+
+def test_a_closed_engine_keeps_neither_weights_nor_caches(load_llm: LoadLLM) -> None:
+    llm = load_llm()
+    llm.generate("x", SamplingParams(max_tokens=2))
+    program = weakref.ref(llm.engine.runner.program)
+    llm.close()
+    gc.collect()
+    assert program() is None
+    assert llm.stats().num_running == 0
 
 
 def test_two_threads_at_once_are_refused(load_llm: LoadLLM) -> None:
