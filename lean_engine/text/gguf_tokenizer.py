@@ -323,5 +323,8 @@ def token_id_of(metadata: dict[str, Any], name: str, num_tokens: int) -> int | N
 def read_templates(metadata: dict[str, Any]) -> dict[str, str]:
     """The chat templates by name."""
     key = "tokenizer.chat_template"
-    named = {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
-    return named | ({"default": metadata[key]} if key in metadata else {})
+    found = {k: v for k, v in metadata.items() if k == key or k.startswith(key + ".")}
+    for name, template in found.items():
+        if not isinstance(template, str):
+            raise CheckpointError(f"GGUF: {name} is of type {type(template).__name__}, must be a string")
+    return {name.removeprefix(key).removeprefix(".") or "default": template for name, template in found.items()}

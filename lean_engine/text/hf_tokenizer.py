@@ -222,9 +222,13 @@ def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
             return {"default": template}
         case dict() if all(isinstance(text, str) for text in template.values()):
             return template
-        case list() if all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in template):
+        case list() if all(is_named_template(t) for t in template):
             return {t["name"]: t["template"] for t in template}
     raise CheckpointError(f"{path}: chat_template should be a string or a list of {{name, template}}")
+
+
+def is_named_template(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("name", "template"))
 
 
 def read_text(path: Path) -> str:

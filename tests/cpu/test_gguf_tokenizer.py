@@ -149,6 +149,8 @@ def test_chat_templates_are_read_by_name() -> None:
     assert tokenizer.chat_template == "plain"
     assert tokenizer.chat_templates == {"default": "plain", "tool_use": "tools"}
     assert Tokenizer.from_gguf(small()).chat_template is None
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template is of type int, must be a string"):
+        Tokenizer.from_gguf(small() | {"tokenizer.chat_template": 3})
 
 
 @pytest.mark.parametrize(

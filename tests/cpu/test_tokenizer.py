@@ -307,5 +307,6 @@ def test_list_of_templates_is_read_by_name(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, config={"chat_template": named}))
     assert (tokenizer.chat_template, tokenizer.chat_templates["tool_use"]) == ("plain", "tools")
     assert Tokenizer.from_directory(write_directory(tmp_path, config={"chat_template": None})).chat_template is None
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template should be"):
-        Tokenizer.from_directory(write_directory(tmp_path, config={"chat_template": ["plain"]}))
+    for wrong in (["plain"], [{"name": "default", "template": 3}]):
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template should be"):
+            Tokenizer.from_directory(write_directory(tmp_path, config={"chat_template": wrong}))
