@@ -36,15 +36,19 @@
 // Scratch of a task. `padded` is head_dim up to whole units. A row of scores ends where the weights that take its place
 // do, or after them: a unit is read before it is overwritten.
 typedef struct {
-    _Alignas(64) bf16 q[MAX_PARTS * LARGE_TILE_ELEMENTS];           // [row][unit][X][32]; of few rows: [padded / 2][16 rows][2]
-    _Alignas(64) bf16 keys[MAX_PARTS * STRETCH * MAX_HEAD_DIM];    // [strip][unit][W][16 pairs of dims][16 keys][2]
-    _Alignas(64) bf16 values[MAX_PARTS * STRETCH * MAX_HEAD_DIM];  // [padded / 16][unit][W][16 pairs of keys][16 dims][2]
-    _Alignas(64) float scores[STAGES][GROUP_ROWS * SCORES_ROW(MAX_PARTS)];  // [row][SCORES_ROW]; weights [row][unit][X][32]
-    _Alignas(64) float sums[GROUP_ROWS * MAX_HEAD_DIM];        // [row][padded]
-    _Alignas(64) char spare[WIDTH * MAX_HEAD_DIM * 4];         // a strip of the cache
-    _Alignas(64) bf16 rounded[MAX_PARTS * WIDTH * MAX_HEAD_DIM];   // a strip of keys, or few queries: [16][unit][W][32]
-    _Alignas(64) float turned[WIDTH * FEW];                    // scores of a strip: [key][row]
-    int64_t positions[LARGE_TILE], offsets[LARGE_TILE];        // of each row, offsets in q and out
+    // [row][unit][X][32]; of few rows: [padded / 2][16 rows][2]
+    _Alignas(64) bf16 q[MAX_PARTS * LARGE_TILE_ELEMENTS];
+    // [strip][unit][W][16 pairs of dims][16 keys][2]
+    _Alignas(64) bf16 keys[MAX_PARTS * STRETCH * MAX_HEAD_DIM];
+    // [padded / 16][unit][W][16 pairs of keys][16 dims][2]
+    _Alignas(64) bf16 values[MAX_PARTS * STRETCH * MAX_HEAD_DIM];
+    // [row][SCORES_ROW]; weights [row][unit][X][32]
+    _Alignas(64) float scores[STAGES][GROUP_ROWS * SCORES_ROW(MAX_PARTS)];
+    _Alignas(64) float sums[GROUP_ROWS * MAX_HEAD_DIM];           // [row][padded]
+    _Alignas(64) char spare[WIDTH * MAX_HEAD_DIM * 4];            // a strip of the cache
+    _Alignas(64) bf16 rounded[MAX_PARTS * WIDTH * MAX_HEAD_DIM];  // a strip of keys, or few queries: [16][unit][W][32]
+    _Alignas(64) float turned[WIDTH * FEW];                       // scores of a strip: [key][row]
+    int64_t positions[LARGE_TILE], offsets[LARGE_TILE];           // of each row, offsets in q and out
     mass masses[LARGE_TILE], parts[STAGES][GROUP_ROWS];
 } scratch;
 
@@ -56,7 +60,6 @@ typedef struct {
 
 // ---- operands
 
-INLINE __m512i round_32(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 INLINE __mmask16 lanes_below(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
 
 // Elements i … i + 15 of a row, zeros behind its end.
@@ -378,7 +381,8 @@ INLINE void scores_of(int X, int W, const job *j, const group *g, group *other, 
     float *out = g->scores + SCORES_ROW(X) - STRETCH;
     for (int64_t k = g->low; k < g->high; k += UNIT) {
         const bf16 *keys = j->s->keys + k / 16 * block;
-        multiply_two(X, W, q, X * j->padded, keys, keys + block, j->padded / UNIT, out + k, SCORES_ROW(X), two, j, other);
+        multiply_two(X, W, q, X * j->padded, keys, keys + block, j->padded / UNIT, out + k, SCORES_ROW(X), two, j,
+                     other);
     }
 }
 
@@ -412,7 +416,8 @@ INLINE group group_of(const job *j, int64_t base, int64_t begin, int64_t end, in
     const int64_t low = larger(begin, (first_key(positions[0], j->t.a->window) - base) / UNIT * UNIT);
     const int64_t high = smaller(end, ceil_div(positions[rows - 1] + 1 - base, UNIT) * UNIT);
     return (group){.first_row = first_row, .rows = rows, .base = base, .low = low, .high = high,
-                   .scale = j->t.a->cap == 0 ? j->t.a->scale : 1, .scores = j->s->scores[buffer], .parts = j->s->parts[buffer]};
+                   .scale = j->t.a->cap == 0 ? j->t.a->scale : 1, .scores = j->s->scores[buffer],
+                   .parts = j->s->parts[buffer]};
 }
 
 // Add a group's parts to its results, or leave them for merge_attention.
