@@ -319,7 +319,7 @@ class EngineConfig:
     device: str = "auto"  # a GPU where one can be used, else the CPU; or "cuda", "cpu", "cuda-emulated" (for tests)
     dtype: str = "auto"  # of weights and products; on the CPU auto is float32 products of weights as they are stored
     quantization: str | None = None  # "int8": weights are rounded to 8 bits per output channel when they are loaded
-    kv_cache_dtype: str = "auto"  # that of the arithmetic; the CPU device also keeps "bfloat16" and "float16"
+    kv_cache_dtype: str = "auto"  # as computed, with quantised weights "float16"; the CPU device also keeps the others
     batch_invariant: bool = False  # logits never depend on what shares the batch, bit for bit (compiled CPU kernels)
     cpu_kernels: str = "auto"  # "compiled" by the system's C compiler, or "numpy"; auto: compiled if that can be
     threads: int | None = None  # of the CPU device; None = what the process may use

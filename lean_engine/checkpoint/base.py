@@ -64,6 +64,13 @@ class Checkpoint(ABC):
         """
         return self.tensor(name)
 
+    def is_quantised(self) -> bool:
+        """Whether some matrix is stored in quantised blocks."""
+        return any(
+            len(self.shape(name)) > 1 and self.stored_type(name) not in ("float32", "float16", "bfloat16")
+            for name in self.names()
+        )
+
     def release(self, name: str) -> None:  # noqa: B027 - a checkpoint that maps no file has nothing to give back
         """Give back the memory a tensor's file pages occupy, once its values have been copied elsewhere.
 

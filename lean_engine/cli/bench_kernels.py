@@ -86,15 +86,17 @@ def command(
     from lean_engine import models
     from lean_engine.bench.kernel_cases import Cases
     from lean_engine.bench.kernels import Bench
-    from lean_engine.cli.footprint import raw_config
+    from lean_engine.cli.footprint import config_source, weight_store
     from lean_engine.engine.start import make_device
 
     wanted = read_kernels(only)
     config = EngineConfig(**engine)
     parsed = read_steps(steps, context)
-    model_config = models.configure(raw_config(model or DEFAULT_MODEL, config))
+    name = model or DEFAULT_MODEL
+    checkpoint = weight_store(name, config_source(name, config), config)
+    model_config = models.configure(checkpoint.config)
     logging.getLogger("lean_engine").setLevel(logging.WARNING)
-    device = make_device(config, model_config)
+    device = make_device(config, model_config, checkpoint)
     try:
         bench = Bench(device, model_config.dtype)
         cases = [c for step in parsed for c in Cases(model_config, step, config.block_size).all() if c.kernel in wanted]

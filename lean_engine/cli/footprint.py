@@ -159,9 +159,10 @@ def footprint_of(model: str, engine: EngineConfig, dtype: str, is_cpu: bool) -> 
     options = replace(engine, dtype=dtype)
     if not is_cpu:
         return on_gpu(model, config, engine, cuda_dtype(options, config))
-    device = make_cpu_device(options, progress=True)
+    store = weight_store(model, source, engine)
+    device = make_cpu_device(options, store, progress=True)
     try:
-        return on_cpu(model, config, options, weight_store(model, source, engine), device)
+        return on_cpu(model, config, options, store, device)
     finally:
         device.close()
 
@@ -225,12 +226,6 @@ def compile_largest_step(
     largest = largest_step(engine, limit)
     memory = plan_memory(lowered, step_dims(largest, limit, engine.block_size), scratch_bytes)
     return Compiled(limit=limit, graph=graph, lowered=lowered, largest_step=largest, arena_bytes=memory.arena_bytes)
-
-
-def raw_config(model: str, engine: EngineConfig) -> Mapping[str, Any]:
-    """config.json of whatever MODEL names, see config_source."""
-    source = config_source(model, engine)
-    return source.config if isinstance(source, Checkpoint) else source
 
 
 def config_source(model: str, engine: EngineConfig) -> Checkpoint | Mapping[str, Any]:

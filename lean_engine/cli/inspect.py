@@ -267,7 +267,7 @@ def held_by_cpu(store: Checkpoint, engine: EngineConfig, lowered: Lowered) -> He
     """As the CPU device that these options make keeps them; its kernels are compiled if need be."""
     from lean_engine.engine.cpu_device import make_cpu_device
 
-    device = make_cpu_device(engine, progress=True)
+    device = make_cpu_device(engine, store, progress=True)
     try:
         return held_weights(store, lowered.parameters, device)
     finally:

@@ -97,7 +97,10 @@ ENGINE_FLAGS: dict[str, tuple[Any, str]] = {  # field of EngineConfig → its ty
     "device": (str, "cpu, cuda, auto (a GPU if one can be used) or cuda-emulated (its kernels on the CPU, for tests)."),
     "dtype": (str, "Type of weights and products: float32, float16, bfloat16; auto: the checkpoint's (CPU: exact)."),
     "quantization": (str, "int8 rounds weights to 8 bits per output channel as they are loaded. Default: none."),
-    "kv_cache_dtype": (str, "Type of keys and values: auto (as computed), or on a CPU float32, bfloat16, float16."),
+    "kv_cache_dtype": (
+        str,
+        "Type of keys and values: auto (as computed; CPU, quantised weights: float16), or float32, bfloat16, float16.",
+    ),
     "batch_invariant": (
         bool,
         "Whether logits never depend on what shares the batch, to the last bit (compiled CPU kernels). Default: off.",

@@ -87,7 +87,7 @@ def start_engine(
     )
     model_config = models.configure(checkpoint.config)
     tokenizer = tokenizer_of(checkpoint, is_optional=config.load_format == "dummy")
-    device = make_device(config, model_config, progress)
+    device = make_device(config, model_config, checkpoint, progress)
     try:
         return assemble(checkpoint, model_config, tokenizer, device, config, on_progress)
     except BaseException:
@@ -95,7 +95,9 @@ def start_engine(
         raise
 
 
-def make_device(config: EngineConfig, model_config: ModelConfig, progress: bool = False) -> Device:
+def make_device(
+    config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, progress: bool = False
+) -> Device:
     """The device that the options name; "auto" is a GPU where one can be used, else the CPU, and says so in one line.
 
     Raises:
@@ -111,7 +113,7 @@ def make_device(config: EngineConfig, model_config: ModelConfig, progress: bool 
         else:
             return make_cuda_device(config, model_config, driver)
     refuse_elsewhere(config)
-    return make_cpu_device(config, progress)
+    return make_cpu_device(config, checkpoint, progress)
 
 
 def assemble(

@@ -246,7 +246,8 @@ def test_auto_takes_the_compiled_kernels() -> None:
     [
         ({}, "float32"),
         ({"dtype": "float16"}, "float32"),
-        ({"quantization": "int8"}, "float32"),
+        ({"quantization": "int8"}, "float16"),
+        ({"quantization": "int8", "kv_cache_dtype": "float32"}, "float32"),
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"dtype": "bfloat16", "quantization": "int8"}, "bfloat16"),
         ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, "float32"),
@@ -255,6 +256,26 @@ def test_auto_takes_the_compiled_kernels() -> None:
 def test_keys_and_values_are_kept_as_they_are_computed(options: dict[str, str], expected: str) -> None:
     library_path()
     device = make_cpu_device(EngineConfig(threads=1, **options))  # type: ignore[arg-type]
+    assert device.kv_cache_dtype == expected
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "file_type", "expected"),
+    [
+        ({}, Type.Q8_0, "float16"),
+        ({}, Type.Q5_0, "float16"),
+        ({}, Type.F32, "float32"),
+        ({"dtype": "float32"}, Type.Q8_0, "float32"),
+        ({"dtype": "bfloat16"}, Type.Q8_0, "bfloat16"),
+    ],
+)
+def test_keys_and_values_beside_a_file_s_quantised_weights(
+    tmp_path: Path, options: dict[str, str], file_type: Type, expected: str
+) -> None:
+    library_path()
+    checkpoint = GgufCheckpoint(Original("llama-gqa-tied").write(tmp_path / "model.gguf", file_type))
+    device = make_cpu_device(EngineConfig(threads=1, **options), checkpoint)  # type: ignore[arg-type]
     assert device.kv_cache_dtype == expected
     device.close()
 

@@ -102,7 +102,7 @@ def test_weights_of_a_gguf_file_count_on_this_machine_as_its_cpu_holds_them(gguf
     found = figures(capsys, gguf_model, "--max-model-len", "64")
     held, tables = bytes_held(gguf_model, 64)
     assert (found["weights_bytes"], found["workspace"]["rope_table_bytes"]) == (held, tables)
-    assert found["kv_bytes_per_token"] == 2 * 3 * 16 * 4, "float32"
+    assert found["kv_bytes_per_token"] == 2 * 3 * 16 * 2, "float16"
     assert held < 1.2 * found["num_parameters"], "about a byte each"
     assert "as stored: float32, q8_0" in plan(capsys, gguf_model)
 
