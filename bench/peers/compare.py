@@ -26,7 +26,14 @@ from lean_engine.bench.results import read_results
 from lean_engine.bench.serving.tokenizers import load_tokenizer
 
 HERE = Path(__file__).parent
-RATIO_OF = {"W1": "output_tok_s", "W2": "output_tok_s", "W3": "total_tok_s", "W4": "total_tok_s", "W5": "total_tok_s"}
+RATIO_OF = {
+    "W0": "output_tok_s",
+    "W1": "output_tok_s",
+    "W2": "output_tok_s",
+    "W3": "total_tok_s",
+    "W4": "total_tok_s",
+    "W5": "total_tok_s",
+}
 START_COLUMNS = {"import_s": "import s", "load_s": "loaded s", "first_token_s": "first token s", "memory_mib": "MiB"}
 COLUMNS = {
     "output_tok_s": "out tok/s",
