@@ -23,7 +23,7 @@ typedef struct {
     float *partials;  // per row: maximum, sum, weighted values [D]
     float *out;       // [T, Q*D]
     int64_t num_kv_heads, group, head_dim, block_size, max_blocks, window, cache_type;
-    int64_t few_rows;   // of a request, that paged_attention_parts leaves to multiply-adds
+    int64_t few_rows;  // of a request, that paged_attention_parts leaves to multiply-adds
     float scale, cap;  // weights are 2^(q·k · scale), or 2^(cap · tanh(q·k · scale)) unless cap is 0
 } paged_attention_args;
 
@@ -49,11 +49,6 @@ INLINE tile tile_of(const paged_attention_args *a, const attention_item *item) {
     t.padded_dim = ceil_div(a->head_dim, WIDTH) * WIDTH;
     t.block = smaller(MAX_BLOCK, BLOCK_FLOATS / t.padded_dim / WIDTH * WIDTH);
     return t;
-}
-
-// Rows of all tiles of a request and KV head.
-INLINE int64_t rows_of(const paged_attention_args *a, int64_t request) {
-    return (a->cu_seqlens_q[request + 1] - a->cu_seqlens_q[request]) * a->group;
 }
 
 INLINE int64_t position_of(const tile *t, int64_t row) { return t->start + (t->item->first_row + row) / t->a->group; }

@@ -20,7 +20,7 @@ typedef struct {
 } cut;
 
 INLINE cut cut_of(const plan_attention_args *a, int64_t b) {
-    int64_t rows = a->seq_lens[b] ? (a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b]) * a->group : 0;
+    int64_t rows = a->seq_lens[b] ? rows_of(a->cu_seqlens_q, b, a->group) : 0;
     int64_t tile_rows = a->tile_rows;
     if (rows <= a->few_rows) tile_rows = smaller(TILE, TILE_FLOATS / (ceil_div(a->head_dim, WIDTH) * WIDTH));
     int64_t tiles = ceil_div(rows, tile_rows);

@@ -60,8 +60,6 @@ typedef struct {
 
 // ---- operands
 
-INLINE __mmask16 lanes_below(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
-
 // Elements i … i + 15 of a row, zeros behind its end.
 INLINE __m512 load_16(const char *row, int64_t i, int64_t dim, int type) {
     if (type == FLOAT32) return _mm512_maskz_loadu_ps(lanes_below(dim - i), (const float *)row + i);
@@ -500,7 +498,7 @@ EXPORT void paged_attention_bf16(const void *args, int64_t task) {
 EXPORT void paged_attention_parts(const void *args, int64_t task) {
     const paged_attention_args *a = args;
     const attention_item *item = a->items + task;
-    if (item->request < 0 || rows_of(a, item->request) <= a->few_rows) {
+    if (item->request < 0 || rows_of(a->cu_seqlens_q, item->request, a->group) <= a->few_rows) {
         paged_attention(args, task);
         return;
     }

@@ -38,8 +38,7 @@ EXPORT void split_rows(const void *args, int64_t task) {
         const float *x = a->x + (a->index ? a->index[r] : r) * a->stride;
         bf16 *out = (bf16 *)(a->out + r * row_bytes);
         for (int64_t left = a->depth; left > 0; left -= UNIT, x += UNIT, out += MAX_PARTS * UNIT) {
-            const __mmask16 low = left >= 16 ? 0xffff : (1 << left) - 1;
-            const __mmask16 high = left >= 32 ? 0xffff : left > 16 ? (1 << (left - 16)) - 1 : 0;
+            const __mmask16 low = lanes_below(left), high = lanes_below(left - 16);
             __m512i parts[MAX_PARTS];
             split_32(MAX_PARTS, _mm512_maskz_loadu_ps(low, x), _mm512_maskz_loadu_ps(high, x + 16), parts);
             for (int i = 0; i < MAX_PARTS; i++) _mm512_storeu_si512(out + i * UNIT, parts[i]);

@@ -23,6 +23,8 @@ INLINE int num_pairs(int left, int right) { return right * (2 * left + 1 - right
 
 #if defined(HAS_TILES)
 
+INLINE __mmask16 lanes_below(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
+
 // What bfloat16 can hold: a larger number's rest goes to the next part, and infinity to the last.
 INLINE __m512 clamp(__m512 x) {
     const __m512 largest = _mm512_set1_ps(0x1.fep127f), least = _mm512_set1_ps(-0x1.fep127f);

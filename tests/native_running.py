@@ -16,7 +16,7 @@ from lean_engine.checkpoint.demo_model import cache_directory
 from lean_engine.errors import ConfigError
 from lean_engine.runtime.cpu.device import CpuDevice
 from lean_engine.runtime.cpu.native.compiler import find_compiler
-from lean_engine.runtime.cpu.native.launches import Pointer
+from lean_engine.runtime.cpu.native.launches import Pointer, Scope
 from lean_engine.runtime.cpu.native.library import Library, build_library
 from lean_engine.runtime.cpu.native.sources import Sources, kernel_sources
 
@@ -94,9 +94,24 @@ def cpu_device(name: str, threads: int = 2, **options: Any) -> CpuDevice | Nativ
     return NativeCpuDevice(library_path(name), threads, **options)
 
 
-def compiled_devices(kv_cache_dtypes: Sequence[str] = ("float32",), **options: Any) -> Any:
-    """A fixture: the compiled device for each of MACHINES, with keys and values in each of these types."""
-    kinds = list(itertools.product(MACHINES, kv_cache_dtypes))
+def required_tiles() -> Any:
+    """A fixture: skips a module's tests where the processor has no AMX tiles, or the system does not grant them."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def tiles() -> None:
+        from lean_engine.runtime.cpu.native.attention import has_tiles
+
+        if not has_tiles(Scope(Library(library_path(), ()), 1, {})):
+            pytest.skip("no AMX tiles of bfloat16")
+
+    return tiles
+
+
+def compiled_devices(
+    kv_cache_dtypes: Sequence[str] = ("float32",), machines: Sequence[str] = tuple(MACHINES), **options: Any
+) -> Any:
+    """A fixture: the compiled device for each of these machines, with keys and values in each of these types."""
+    kinds = list(itertools.product(machines, kv_cache_dtypes))
 
     def name(kind: tuple[str, str]) -> str:
         return "-".join(kind if len(kv_cache_dtypes) > 1 else kind[:1])

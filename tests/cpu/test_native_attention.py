@@ -6,7 +6,7 @@ By multiply-adds alone: what kernels on AMX tiles do is tested in test_native_at
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,18 +27,10 @@ Array = NDArray[Any]
 # Contexts around the ends of stretches of 256 keys, chunks of one tile and of several, all in one batch.
 LONG: list[Request] = [(700, 1), (900, 3), (255, 1), (256, 1), (257, 2), (0, 80), (511, 30), (1023, 1)]
 CACHE_TYPES = ("float32", "bfloat16", "float16")
-
-
 EXACT = Precision(is_batch_invariant=True)
 
 device = compiled_devices(CACHE_TYPES, precision=EXACT)
-
-
-@pytest.fixture(scope="module")
-def native() -> Iterator[Any]:
-    device = cpu_device("native", 2, precision=EXACT)
-    yield device
-    device.close()
+native = compiled_devices(machines=("native",), precision=EXACT)
 
 
 def run_batch(device: Any, inputs: list[Array], attrs: dict[str, Any]) -> tuple[Array, Array]:
@@ -77,6 +69,26 @@ def any_batches(new_tokens: Sequence[int]) -> st.SearchStrategy[Batch]:
         st.sampled_from([None, 3.0]),
         st.integers(0, 1000),
     )
+
+
+def distant_stretches(make_inputs: Callable[[], list[Array]]) -> Iterator[list[Array]]:
+    """Inputs in blocks of 16 whose scores are far larger, or smaller, in one stretch than in the others."""
+    for first, factor in ((0, 32.0), (256, 32.0), (512, -32.0)):
+        inputs = make_inputs()
+        inputs[0][...] = np.abs(inputs[0]) * factor
+        for table in inputs[3]:
+            blocks = table[first // 16 : first // 16 + 16]
+            inputs[1][blocks] = np.abs(inputs[1][blocks])
+        yield inputs
+
+
+def with_nan(inputs: list[Array], which: int, query: int) -> list[Array]:
+    """NaN in a query, or in a key or a value of the first request."""
+    if which == 0:
+        inputs[0][query] = np.nan
+    else:
+        inputs[which][inputs[3][0, 3], :, 2] = np.nan
+    return inputs
 
 
 def check(device: Any, batch: Batch) -> None:
@@ -164,12 +176,7 @@ def test_stretches_may_be_far_apart(native: Any) -> None:
 def test_nan_in_a_query_a_key_or_a_value_stays_visible(native: Any) -> None:
     batch = Batch([(300, 1), (20, 1)], block_size=16)
     for which in range(3):
-        inputs = batch.inputs()
-        if which == 0:
-            inputs[0][0] = np.nan
-        else:
-            inputs[which][inputs[3][0, 3], :, 2] = np.nan
-        found, _ = run_batch(native, inputs, batch.attrs)
+        found, _ = run_batch(native, with_nan(batch.inputs(), which, 0), batch.attrs)
         assert np.isnan(found[0]).all()
         assert np.isfinite(found[1]).all()
 

@@ -5,46 +5,28 @@ Inputs are numbers that bfloat16 has, so that only the weights' rounding is left
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from kernel_running import KernelRun
-from native_running import cpu_device, library_path
+from native_running import compiled_devices, cpu_device, required_tiles
 from numpy.typing import NDArray
 from test_cpu_attention import DECODES, MIXED, Batch, Request
-from test_native_attention import CACHE_TYPES, LONG, any_batches, results_of_threads
+from test_native_attention import CACHE_TYPES, LONG, any_batches, distant_stretches, results_of_threads, with_nan
 
 from lean_engine.dtypes import numpy_dtype
 from lean_engine.runtime.cpu.native import attention
-from lean_engine.runtime.cpu.native.launches import Precision, Scope
-from lean_engine.runtime.cpu.native.library import Library
+from lean_engine.runtime.cpu.native.launches import Precision
 
 Array = NDArray[Any]
 BF16 = Precision(products="bfloat16")
 CHUNK: list[Request] = [(300, 1), (130, 260), (5, 1)]  # of several tiles, whatever their size
 
-
-@pytest.fixture(scope="module", autouse=True)
-def tiles() -> None:
-    if not attention.has_tiles(Scope(Library(library_path(), ()), 1, {})):
-        pytest.skip("no AMX tiles of bfloat16")
-
-
-@pytest.fixture(scope="module", params=CACHE_TYPES)
-def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    device = cpu_device("native", 2, precision=BF16, kv_cache_dtype=request.param)
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module")
-def native() -> Iterator[Any]:
-    device = cpu_device("native", 2, precision=BF16)
-    yield device
-    device.close()
+tiles = required_tiles()
+device = compiled_devices(CACHE_TYPES, machines=("native",), precision=BF16)
+native = compiled_devices(machines=("native",), precision=BF16)
 
 
 def rounded_inputs(batch: Batch) -> list[Array]:
@@ -141,12 +123,7 @@ def test_large_scores_do_not_overflow(device: Any) -> None:
 def test_stretches_may_be_far_apart(native: Any) -> None:
     """Whichever stretch has the larger maximum, the others neither overflow nor are lost."""
     batch = Batch([(900, 1), (300, 40), (700, 2)], block_size=16)
-    for first, factor in ((0, 32.0), (256, 32.0), (512, -32.0)):
-        inputs = rounded_inputs(batch)
-        inputs[0][...] = np.abs(inputs[0]) * factor
-        for table in inputs[3]:
-            blocks = table[first // 16 : first // 16 + 16]
-            inputs[1][blocks] = np.abs(inputs[1][blocks])
+    for inputs in distant_stretches(lambda: rounded_inputs(batch)):
         found = run_batch(native, inputs, batch.attrs)
         assert_within_rounding(found, native, inputs, batch.attrs)
 
@@ -154,11 +131,7 @@ def test_stretches_may_be_far_apart(native: Any) -> None:
 def test_nan_in_a_query_a_key_or_a_value_stays_visible(native: Any) -> None:
     batch = Batch([(300, 1), (20, 1)], block_size=16)
     for which in range(3):
-        inputs = rounded_inputs(batch)
-        if which == 0:
-            inputs[0][0] = np.nan
-        else:
-            inputs[which][inputs[3][0, 3], :, 2] = np.nan
+        inputs = with_nan(rounded_inputs(batch), which, 0)
         found = run_batch(native, inputs, batch.attrs)
         assert np.isnan(found[0]).all()
         assert np.isfinite(found[1]).all()

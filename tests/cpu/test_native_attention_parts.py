@@ -5,7 +5,6 @@ Among requests of many rows a row's bits depend on nothing but its own query, ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,18 @@ import pytest
 from hypothesis import given, settings
 from kernel_running import KernelRun, check_one_capture
 from meaning import assert_close
-from native_running import cpu_device, library_path
+from native_running import compiled_devices, library_path, required_tiles
 from numpy.typing import NDArray
 from test_cpu_attention import Batch, Request
-from test_native_attention import CACHE_TYPES, EXACT, any_batches, results_of_threads, run_batch
+from test_native_attention import (
+    CACHE_TYPES,
+    EXACT,
+    any_batches,
+    distant_stretches,
+    results_of_threads,
+    run_batch,
+    with_nan,
+)
 
 from lean_engine.runtime.cpu.native import attention
 from lean_engine.runtime.cpu.native.launches import Precision, Scope
@@ -27,32 +34,10 @@ Array = NDArray[Any]
 MIXED: list[Request] = [(300, 1), (0, 210), (255, 2), (500, 60), (190, 200), (511, 1)]
 CHUNK: list[Request] = [(300, 1), (130, 460), (5, 1)]  # of several tiles, whatever their size
 
-
-@pytest.fixture(scope="module", autouse=True)
-def tiles() -> None:
-    if not attention.has_tiles(Scope(Library(library_path(), ()), 1, {})):
-        pytest.skip("no AMX tiles of bfloat16")
-
-
-@pytest.fixture(scope="module", params=CACHE_TYPES)
-def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    device = cpu_device("native", 2, kv_cache_dtype=request.param)
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module")
-def native() -> Iterator[Any]:
-    device = cpu_device("native", 2)
-    yield device
-    device.close()
-
-
-@pytest.fixture(scope="module")
-def exact() -> Iterator[Any]:
-    device = cpu_device("native", 2, precision=EXACT)
-    yield device
-    device.close()
+tiles = required_tiles()
+device = compiled_devices(CACHE_TYPES, machines=("native",))
+native = compiled_devices(machines=("native",))
+exact = compiled_devices(machines=("native",), precision=EXACT)
 
 
 def check(device: Any, batch: Batch) -> None:
@@ -112,12 +97,7 @@ def test_large_scores_do_not_overflow(device: Any) -> None:
 def test_stretches_may_be_far_apart(native: Any) -> None:
     """Whichever stretch has the larger maximum, the others neither overflow nor are lost."""
     batch = Batch([(900, 100), (300, 110), (700, 120)], num_kv_heads=1, block_size=16)
-    for first, factor in ((0, 32.0), (256, 32.0), (512, -32.0)):
-        inputs = batch.inputs()
-        inputs[0][...] = np.abs(inputs[0]) * factor
-        for table in inputs[3]:
-            blocks = table[first // 16 : first // 16 + 16]
-            inputs[1][blocks] = np.abs(inputs[1][blocks])
+    for inputs in distant_stretches(batch.inputs):
         found, expected = run_batch(native, inputs, batch.attrs)
         assert np.isfinite(found).all()
         assert_close(found, expected, 5e-4)
@@ -126,11 +106,7 @@ def test_stretches_may_be_far_apart(native: Any) -> None:
 def test_nan_in_a_query_a_key_or_a_value_stays_visible(native: Any) -> None:
     batch = Batch([(300, 100), (20, 100)], block_size=16)
     for which in range(3):
-        inputs = batch.inputs()
-        if which == 0:
-            inputs[0][7] = np.nan
-        else:
-            inputs[which][inputs[3][0, 3], :, 2] = np.nan
+        inputs = with_nan(batch.inputs(), which, 7)
         found, _ = run_batch(native, inputs, batch.attrs)
         assert np.isnan(found[slice(7, 8) if which == 0 else slice(100)]).all()
         assert np.isfinite(found[100:]).all()
